@@ -1,0 +1,38 @@
+# make demo    set up, and perturb the bundled photograph
+# make test    set up, lint, check types, and run every test
+# make bench   set up, and measure (writes benchmarks/results/)
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test bench lint clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/demo.stamp: pyproject.toml requirements-dev.txt | $(BIN)/python
+	$(PIP) -c requirements-dev.txt -e '.[cli]'
+	@touch $@
+
+$(VENV)/dev.stamp: pyproject.toml requirements-dev.txt | $(BIN)/python
+	$(PIP) -r requirements-dev.txt -e .
+	@touch $@
+
+demo: $(VENV)/demo.stamp
+	$(BIN)/clipaware demo
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+bench: $(VENV)/dev.stamp
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis clipaware-demo

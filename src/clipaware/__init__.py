@@ -1,0 +1,17 @@
+"""Perturbations of exactly the size you asked for, after clipping."""
+
+from clipaware._api import l2_clipping_aware_rescaling, perturb, perturb_vjp, reach, report, rescale
+from clipaware._check import UnreachableError
+from clipaware._report import Report
+
+__all__ = [
+    "Report",
+    "UnreachableError",
+    "l2_clipping_aware_rescaling",
+    "perturb",
+    "perturb_vjp",
+    "reach",
+    "report",
+    "rescale",
+]
+__version__ = "0.1.0"

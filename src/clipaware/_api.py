@@ -1,0 +1,353 @@
+"""The public functions: signatures, documentation, and the way from anybody's axes to (rows, n)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from clipaware import _check, _math
+from clipaware._report import Report
+
+Array = Any
+ArrayT = TypeVar("ArrayT")
+
+
+class _Problem(NamedTuple):
+    """The arguments of a call, checked, as (rows, n) arrays of the backend `be`."""
+
+    be: Any
+    x: Array
+    delta: Array
+    eps: Array  # (rows, 1) or (1, 1)
+    lower: Array  # each axis as in x, or 1
+    upper: Array
+    p: float
+    shape: tuple[int, ...]
+    order: tuple[int, ...]  # x's axes: those of the batch, then those of a sample
+    samples: int  # how many axes are a sample's
+    kept: tuple[int, ...]  # x's shape with the axes of a sample reduced to 1
+    shapes: tuple[tuple[int, ...], ...]  # in which eps and the bounds came
+
+    def rows(self, a: Array) -> Array:
+        """From x's shape to (rows, n)."""
+        return _to_rows(self.be, a, self.order, self.x.shape)
+
+    def unrows(self, a: Array) -> Array:
+        """Back from (rows, n) to x's shape."""
+        a = self.be.reshape(a, tuple(self.shape[i] for i in self.order))
+        if self.order == tuple(range(len(self.order))):
+            return a
+        return self.be.permute(a, tuple(self.order.index(i) for i in range(len(self.order))))
+
+
+def _to_rows(be: Any, a: Array, order: tuple[int, ...], shape: tuple[int, ...]) -> Array:
+    return be.reshape(a if order == tuple(range(len(order))) else be.permute(a, order), shape)
+
+
+def _problem(x: Any, delta: Any, eps: Any, p: Any, bounds: Any, axis: Any) -> _Problem:
+    be = _check.array(x, "x")
+    _check.floating(be, x, "x")
+    _check.same_kind(be, x, delta, "delta")
+    p = _check.norm_order(p)
+    shape = tuple(x.shape)
+    sample = _check.sample_axes(axis, len(shape))
+    batch = tuple(i for i in range(len(shape)) if i not in sample)
+    order = batch + sample
+    rows, n = math.prod([shape[i] for i in batch]), math.prod([shape[i] for i in sample])
+    kept = tuple(1 if i in sample else s for i, s in enumerate(shape))
+
+    _check.companion(be, x, eps, "eps")
+    eps_shape: tuple[int, ...] = () if _check.is_number(eps) else tuple(eps.shape)
+    _check.eps_shape(eps_shape, tuple(shape[i] for i in batch), kept)
+    _check.eps_values(eps)
+    eps = be.reshape(be.as_eps(eps, x), (1, 1) if eps_shape == () else (rows, 1))
+
+    pair, shapes = [], [eps_shape]
+    for name, bound in zip(("the lower bound", "the upper bound"), _check.bounds_pair(bounds), strict=True):
+        _check.companion(be, x, bound, name)
+        bound = be.as_bound(bound, x)
+        shapes.append(tuple(bound.shape))
+        _check.bound_shape(shapes[-1], shape, name)
+        full, target = _expanded(shapes[-1], shape, batch, sample)
+        bound = be.broadcast_to(be.reshape(bound, full), target)
+        pair.append(
+            _to_rows(be, bound, order, (math.prod([target[i] for i in batch]), math.prod([target[i] for i in sample])))
+        )
+
+    x, delta = _to_rows(be, x, order, (rows, n)), _to_rows(be, delta, order, (rows, n))
+    return _Problem(be, x, delta, eps, pair[0], pair[1], p, shape, order, len(sample), kept, tuple(shapes))
+
+
+def perturb(
+    x: ArrayT,
+    delta: ArrayT,
+    eps: Any,
+    *,
+    p: float = 2,
+    bounds: tuple[Any, Any] = (0, 1),
+    axis: Any = "batch",
+    mode: str = "equal",
+    unreachable: str = "maximize",
+) -> ArrayT:
+    """Return ``v = clip(x + eta*delta, *bounds)`` with ``||v - x||_p = eps`` for every sample.
+
+    Parameters
+    ----------
+    x
+        Samples inside their bounds: a floating NumPy array or PyTorch tensor.
+    delta
+        Directions, of x's framework, device, shape and dtype. Their scale does not matter.
+    eps
+        The norm to deliver: a number, or one per sample (the batch's shape, or that with axes of length 1).
+    p
+        Order of the norm, from 1 to ``math.inf``.
+    bounds
+        Pair of lower and upper bound: numbers, ``None`` for no bound, or arrays that broadcast to x.
+    axis
+        What one sample spans. ``"batch"``: everything but the first axis, or all of a 1-D array. ``None``: the whole
+        array. Otherwise an axis, or a tuple of them.
+    mode
+        ``"equal"``; ``"at_most"``, which leaves a perturbation that is small enough alone and never exceeds eps, not
+        even by rounding; ``"at_least"``, which leaves one that is large enough alone.
+    unreachable
+        What to do where even ``reach(x, delta)`` is less than eps: ``"maximize"`` (everything at its bound), ``"nan"``,
+        or ``"raise"`` an :class:`UnreachableError`. With ``mode="at_most"`` nothing is unreachable.
+
+    Returns
+    -------
+    array
+        Like x. Differentiable in x, delta, eps and the bounds where the framework differentiates.
+
+    Examples
+    --------
+    >>> import numpy as np, clipaware as ca
+    >>> x = np.array([0.2, 0.5, 0.9])
+    >>> v = ca.perturb(x, np.array([1.0, -1.0, 2.0]), 0.6)
+    >>> v.round(4)
+    array([0.6183, 0.0817, 1.    ])
+    >>> float(np.linalg.norm(v - x).round(12))
+    0.6
+    """
+    problem = _problem(x, delta, eps, p, bounds, axis)
+    v, *_ = _solve(problem, mode, unreachable, write=True)
+    return problem.unrows(v)  # type: ignore[no-any-return]
+
+
+def rescale(
+    x: ArrayT,
+    delta: ArrayT,
+    eps: Any,
+    *,
+    p: float = 2,
+    bounds: tuple[Any, Any] = (0, 1),
+    axis: Any = "batch",
+    mode: str = "equal",
+    unreachable: str = "maximize",
+) -> ArrayT:
+    """Return the scale ``eta >= 0`` with ``||clip(x + eta*delta, *bounds) - x||_p = eps`` for every sample.
+
+    This is the mathematical solution. :func:`perturb` goes one step further and allows for the rounding of the array
+    that it returns, so prefer it where the array is what you need. In x's dtype, eta may overflow or be subnormal if
+    delta's scale makes it so.
+
+    Parameters
+    ----------
+    x, delta, eps, p, bounds, axis, mode, unreachable
+        As for :func:`perturb`.
+
+    Returns
+    -------
+    array
+        Like x, with the axes of a sample reduced to length 1.
+
+    Examples
+    --------
+    >>> import numpy as np, clipaware as ca
+    >>> eta = ca.rescale(np.array([0.2, 0.5, 0.9]), np.array([1.0, -1.0, 2.0]), 0.6)
+    >>> eta.round(4)
+    array([0.4183])
+    """
+    problem = _problem(x, delta, eps, p, bounds, axis)
+    _, eta, *_ = _solve(problem, mode, unreachable, write=False)
+    return problem.be.reshape(problem.be.cast_like(eta, problem.x), problem.kept)  # type: ignore[no-any-return]
+
+
+def _solve(problem: _Problem, mode: str, unreachable: str, write: bool) -> tuple[Array, Array, Array, Array]:
+    """v (if it is to be written) and eta in rows form, where eps was out of reach, and the status of every row."""
+    _check.option(mode, _check.MODES, "mode")
+    _check.option(unreachable, _check.UNREACHABLE, "unreachable")
+    be = problem.be
+    v, eta, status = be.solve(*problem[1:7], mode, write)
+    # Where nothing moves and something is asked for, that is out of reach too.
+    missed = (status == _math.UNREACHABLE) | ((status == _math.ZERO) & (problem.eps > 0))
+    if unreachable == "maximize" or mode == "at_most":
+        return v, eta, missed, status
+    if unreachable == "nan":
+        return be.where(missed, math.nan, v) if write else v, be.where(missed, math.nan, eta), missed, status
+    rows = be.true_rows(missed)
+    if len(rows):
+        reached = be.fetch(be.reach(*problem[1:3], *problem[4:7])).ravel()[rows]
+        asked = np.broadcast_to(be.fetch(problem.eps), missed.shape).ravel()[rows]
+        raise _check.UnreachableError(rows, reached, asked)
+    return v, eta, missed, status
+
+
+def reach(x: ArrayT, delta: ArrayT, *, p: float = 2, bounds: tuple[Any, Any] = (0, 1), axis: Any = "batch") -> ArrayT:
+    """Return the largest norm that a perturbation along delta can have inside the bounds: where all of it is clipped.
+
+    Parameters
+    ----------
+    x, delta, p, bounds, axis
+        As for :func:`perturb`.
+
+    Returns
+    -------
+    array
+        Like x but float32 at least, with the axes of a sample reduced to length 1; infinite without a bound. It does
+        not carry gradients.
+
+    Examples
+    --------
+    >>> import numpy as np, clipaware as ca
+    >>> ca.reach(np.array([0.2, 0.5, 0.9]), np.array([1.0, -1.0, 2.0])).round(4)
+    array([0.9487])
+    """
+    problem = _problem(x, delta, 0.0, p, bounds, axis)
+    found = problem.be.reach(problem.x, problem.delta, problem.lower, problem.upper, problem.p)
+    return problem.be.reshape(problem.be.result(found, problem.x), problem.kept)  # type: ignore[no-any-return]
+
+
+def report(
+    x: Any,
+    delta: Any,
+    eps: Any,
+    *,
+    p: float = 2,
+    bounds: tuple[Any, Any] = (0, 1),
+    axis: Any = "batch",
+    mode: str = "equal",
+    unreachable: str = "maximize",
+) -> Report:
+    """Say per sample what :func:`perturb` delivers, what naive scaling would have, and what is possible.
+
+    Parameters
+    ----------
+    x, delta, eps, p, bounds, axis, mode, unreachable
+        As for :func:`perturb`.
+
+    Returns
+    -------
+    Report
+        With ``eps, eta, norm, naive_norm, reach, clipped, reachable``, arrays of x's framework and float32 at least.
+        Printed, it is a table.
+
+    Examples
+    --------
+    >>> import numpy as np, clipaware as ca
+    >>> x, delta = np.array([[0.2, 0.5, 0.9], [0.5, 0.5, 0.5]]), np.array([[1.0, -1.0, 2.0], [1.0, 1.0, 1.0]])
+    >>> print(ca.report(x, delta, 0.6))
+    sample  eps        eta  norm  naive_norm      reach    clipped  reachable
+         0  0.6    0.41833   0.6   0.3605551  0.9486833  0.3333333        yes
+         1  0.6  0.3464102   0.6         0.6  0.8660254          0        yes
+    """
+    problem = _problem(x, delta, eps, p, bounds, axis)
+    be = problem.be
+    v, eta, missed, _ = _solve(problem, mode, unreachable, write=True)
+    norm, naive_norm, clipped = be.summary(*problem[1:7], v)
+    reached = be.reach(*problem[1:3], *problem[4:7])
+    per_sample = be.broadcast_to(problem.eps, tuple(eta.shape))
+    found = [be.result(a, problem.x) for a in (per_sample, eta, norm, naive_norm, reached, clipped)]
+    return Report(*(be.reshape(a, problem.kept) for a in (*found, ~missed)))
+
+
+def perturb_vjp(
+    x: ArrayT,
+    delta: ArrayT,
+    eps: Any,
+    grad: ArrayT,
+    *,
+    p: float = 2,
+    bounds: tuple[Any, Any] = (0, 1),
+    axis: Any = "batch",
+    mode: str = "equal",
+    unreachable: str = "maximize",
+) -> tuple[ArrayT, ArrayT, ArrayT, ArrayT, ArrayT]:
+    """Pull `grad`, a gradient with respect to the result of :func:`perturb`, back to its arguments.
+
+    ``v = clip(x + eta*delta)`` has a closed-form derivative, with eta the implicit function of all the arguments that
+    it is; see ``docs/math.md``. For frameworks without automatic differentiation, and for tests of those with.
+
+    Parameters
+    ----------
+    grad
+        Like x.
+    x, delta, eps, p, bounds, axis, mode, unreachable
+        As for :func:`perturb`.
+
+    Returns
+    -------
+    x_bar, delta_bar, eps_bar, lower_bar, upper_bar : array
+        Each of the shape of its argument, summed over what was broadcast; float32 at least for the last three.
+
+    Examples
+    --------
+    >>> import numpy as np, clipaware as ca
+    >>> x, delta = np.array([0.2, 0.5, 0.9]), np.array([1.0, -1.0, 2.0])
+    >>> x_bar, delta_bar, eps_bar, _, upper_bar = ca.perturb_vjp(x, delta, 0.6, np.ones(3))
+    >>> x_bar, float(upper_bar)
+    (array([1., 1., 0.]), 1.0)
+    """
+    problem = _problem(x, delta, eps, p, bounds, axis)
+    be = problem.be
+    _check.same_kind(be, x, grad, "grad")
+    _, eta, missed, status = _solve(problem, mode, unreachable, write=False)
+    g = problem.rows(grad)
+    if unreachable == "nan" and mode != "at_most":
+        g = be.where(missed, 0.0, g)
+    x_bar, delta_bar, eps_bar, *bound_bars = be.vjp(*problem[1:7], eta, status, g)
+    eps_shape, *bound_shapes = problem.shapes
+    eps_bar = be.sum_axes(eps_bar, (0, 1)) if eps_shape == () else be.reshape(eps_bar, eps_shape)
+    bars = [_unbroadcast(problem, bar, shape) for bar, shape in zip(bound_bars, bound_shapes, strict=True)]
+    return problem.unrows(x_bar), problem.unrows(delta_bar), *(be.result(bar, x) for bar in (eps_bar, *bars))
+
+
+def _expanded(
+    shape: tuple[int, ...], x_shape: tuple[int, ...], batch: tuple[int, ...], sample: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A bound's shape with all of x's axes, and that as far expanded as it must be to become (rows or 1, n or 1)."""
+    full = (1,) * (len(x_shape) - len(shape)) + shape
+    target = list(full)
+    for axes in (batch, sample):
+        if any(full[i] != 1 for i in axes):
+            for i in axes:
+                target[i] = x_shape[i]
+    return full, tuple(target)
+
+
+def _unbroadcast(problem: _Problem, bar: Array, shape: tuple[int, ...]) -> Array:
+    """A gradient in rows form, summed to the shape that its bound came in."""
+    be, order = problem.be, problem.order
+    batch = len(problem.shape) - problem.samples
+    full, target = _expanded(shape, problem.shape, order[:batch], order[batch:])
+    bar = be.permute(be.reshape(bar, tuple(target[i] for i in order)), tuple(order.index(i) for i in range(len(order))))
+    return be.reshape(
+        be.sum_axes(bar, tuple(i for i, (f, t) in enumerate(zip(full, target, strict=True)) if f != t)), shape
+    )
+
+
+def l2_clipping_aware_rescaling(x: ArrayT, delta: ArrayT, eps: Any, a: Any = 0.0, b: Any = 1.0) -> ArrayT:
+    """Return eta with ``||clip(x + eta*delta, a, b) - x||_2 = eps``, under the name and signature of the paper's code.
+
+    The first axis always counts samples, and the result has x's number of dimensions. For new code, :func:`rescale`.
+
+    Examples
+    --------
+    >>> import numpy as np, clipaware as ca
+    >>> x, delta = np.full((2, 3), 0.5), np.array([[1.0, 2.0, 3.0], [3.0, -3.0, 3.0]])
+    >>> ca.l2_clipping_aware_rescaling(x, delta, 0.6).round(4)
+    array([[0.1604],
+           [0.1155]])
+    """
+    return rescale(x, delta, eps, p=2, bounds=(a, b), axis=tuple(range(1, _check.array(x, "x").ndim(x))))

@@ -1,0 +1,1 @@
+"""One module per framework, with the same few function names in each."""

@@ -1,0 +1,370 @@
+"""NumPy: rows in groups that fit the cache, long rows in blocks of columns.
+
+The first part is what ``_math`` asks of every backend, the second what ``_api`` does.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from clipaware import _check, _math
+from clipaware._math import DOUBLE, SINGLE, Block, Numerics
+
+Array = Any
+
+GROUP = 2**19  # elements solved together: what a pass needs of them stays in the cache
+TILE = 2**17  # elements that an operation works on at a time, so that what it makes stays in a nearer one
+LANE = 4096  # float32 elements that are summed in float32
+HUGE = 1e300
+WIDE_ULP = 2.0**-52
+LOOSE = 2.0**-11
+
+# --- array functions --------------------------------------------------------------------------------------------------
+
+
+def power(a: Array, p: float) -> Array:
+    """a^p by way of float64: NumPy's float32 power is biased by several 1e-7, which a sum does not average out."""
+    return np.power(a.astype(np.float64), p).astype(a.dtype)
+
+
+minimum = np.minimum
+maximum = np.maximum
+sqrt = np.sqrt
+sign = np.sign
+
+
+clip = np.clip
+
+
+_kept = threading.local()  # buffers, a few megabytes per thread, that the next call finds again
+
+
+def _buffer(buffers: dict[Any, Array], key: Any, like: Array, dtype: Any = None) -> Array:
+    """An array to write to again and again, instead of fresh memory from the system for every tile."""
+    dtype = np.dtype(dtype or like.dtype)
+    flat = buffers.get(key)
+    if flat is None or flat.nbytes < like.size * dtype.itemsize:
+        flat = buffers[key] = np.empty(like.size * dtype.itemsize, np.uint8)
+    return flat[: like.size * dtype.itemsize].view(dtype).reshape(like.shape)
+
+
+def room(key: Any, block: Block, buffers: dict[Any, Array]) -> Array:
+    """Distance from x to the bound that delta points to, with the sign of delta, in the buffer of that key."""
+    distance = bound_ahead(block.delta, block.lower, block.upper, _buffer(buffers, key, block.x))
+    distance -= block.x
+    return distance
+
+
+def raised(tile: Any, a: Array, p: float, buffers: dict[Any, Array] | None) -> Array:
+    """|a|^p, in a buffer or, without them, in place of a."""
+    out = a if buffers is None else _buffer(buffers, ("raised", tile[2]), a)
+    if p == 2:
+        return np.multiply(a, a, out=out)
+    return _math.power(_this, np.abs(a, out=out), p)
+
+
+def quotient(tile: Any, w: Array, d: Array, buffers: dict[Any, Array]) -> Array:
+    return np.divide(w, d, out=_buffer(buffers, ("quotient", tile[2]), w))
+
+
+def difference(v: Array, x: Array, buffers: dict[Any, Array]) -> Array:
+    return np.subtract(v, x, out=_buffer(buffers, "mask", x))
+
+
+def fold(combine: str, tiles: list[Any], values: list[Array], like: Array) -> Array:
+    """Values per row of each tile, added up or maximised over the tiles of a row."""
+    total = np.zeros((like.shape[0], values[0].shape[1]))
+    ufunc = np.add if combine == "sum" else np.maximum
+    for (rows, *_), value in zip(tiles, values, strict=True):
+        ufunc(total[rows], value, out=total[rows])
+    return total
+
+
+def where(condition: Array, yes: Array, no: Array) -> Array:
+    """np.where; on large arrays by bits, since its branches cost far more than the arithmetic."""
+    if condition.size < LANE or (dtype := np.result_type(yes, no)).kind != "f":
+        return np.where(condition, yes, no)
+    integer: Any = np.int32 if dtype.itemsize == 4 else np.int64
+    mask = condition.astype(integer)
+    np.negative(mask, out=mask)
+    yes_bits, no_bits = (np.asarray(a, dtype).view(integer) for a in (yes, no))
+    return (no_bits ^ ((yes_bits ^ no_bits) & mask)).view(dtype)
+
+
+def bound_ahead(delta: Array, lower: Array, upper: Array, out: Array | None = None) -> Array:
+    """`lower` where delta is negative, `upper` elsewhere: where(delta < 0, ...) in three integer operations."""
+    integer: Any = np.int32 if delta.dtype.itemsize == 4 else np.int64
+    shift = 8 * delta.dtype.itemsize - 1
+    low, high = (bound.view(integer) for bound in (lower, upper))
+    bits = np.right_shift(delta.view(integer), shift, out=None if out is None else out.view(integer))
+    bits &= low ^ high
+    bits ^= high
+    return bits.view(delta.dtype)
+
+
+def row_dot(u: Array, v: Array) -> Array:
+    """Dot product of each row, (rows, 1) in float64: lanes in the arrays' dtype, then float64."""
+    rows, n = u.shape
+    if n <= LANE:
+        return np.vecdot(u, v).astype(np.float64)[:, None]
+    whole = n - n % LANE
+    shape = rows, whole // LANE, LANE
+    total = np.vecdot(u[:, :whole].reshape(shape), v[:, :whole].reshape(shape)).sum(axis=1, dtype=np.float64)
+    if whole < n:
+        total += np.vecdot(u[:, whole:], v[:, whole:])
+    return total[:, None]
+
+
+def _ones(dtype: Any, size: int) -> Array:
+    kept = _kept.__dict__.get(dtype)
+    if kept is None or kept.size < size:
+        kept = _kept.__dict__[dtype] = np.ones(size, dtype)
+    return kept[:size]
+
+
+def row_sum(a: Array) -> Array:
+    return row_dot(a, _ones(a.dtype, a.size).reshape(a.shape))
+
+
+def row_sums(t: Array, breakpoints: Array, dp: Array, wp: Array, buffers: dict[Any, Array]) -> Array:
+    """(rows, 2): the sum of dp over t < breakpoints, and of wp over the rest."""
+    clipped = np.greater_equal(t, breakpoints, out=_buffer(buffers, "clipped", dp, bool))
+    mask = _buffer(buffers, "mask", dp)
+    np.copyto(mask, clipped)
+    C = row_dot(wp, mask)
+    return np.concatenate((row_dot(dp, np.subtract(1, mask, out=mask)), C), axis=1)
+
+
+def row_max(a: Array) -> Array:
+    return a.max(axis=-1, keepdims=True)
+
+
+def any_true(condition: Array) -> bool:
+    return bool(condition.any())
+
+
+def widen(a: Array) -> Array:
+    return np.asarray(a, np.float64)
+
+
+def narrow(a: Array, numerics: Numerics) -> Array:
+    return np.asarray(a, _working(numerics))
+
+
+def cast_like(a: Array, like: Array) -> Array:
+    with np.errstate(over="ignore"):
+        return a.astype(like.dtype)
+
+
+def constant(a: Array) -> Array:
+    return a
+
+
+def pow2(a: Array, numerics: Numerics) -> Array:
+    """A power of two near a whose reciprocal is a normal number too: 1 for every a that is neither large nor small."""
+    limit = 126 if numerics is SINGLE else 1022
+    exponent = np.clip(np.frexp(a)[1] - 1, -limit, limit)
+    return np.ldexp(1.0, np.where(np.abs(exponent) <= 8, 0, exponent))
+
+
+def runs(n: int, count: int, length: int) -> Array:
+    """Indices of `count` evenly spaced runs of `length` neighbours."""
+    return (np.linspace(0, n - length, count).astype(np.intp)[:, None] + np.arange(length)).ravel()
+
+
+def loop(step: Callable[[Any], Any], state: tuple[Any, ...], limit: int) -> tuple[Any, ...]:
+    """Repeat `step` until every row is done, as the last of the state says, or the first, a count, is at its limit."""
+    while state[0] < limit and not bool(state[-1].all()):
+        state = step(state)
+    return state
+
+
+def buffers() -> dict[Any, Array]:
+    return _kept.__dict__
+
+
+def row_top(delta: Array) -> Array:
+    """The largest |delta|."""
+    return np.maximum(row_max(delta), -delta.min(axis=-1, keepdims=True))
+
+
+def sensible(block: Block, top: Array) -> bool:
+    """Whether everything is finite and x inside its bounds. Then they are in order, too."""
+    x, lower, upper = block.x, block.lower, block.upper
+    if lower.size == upper.size == 1:
+        low, high = x.min(), x.max()
+        return bool(lower <= low and high <= upper and low > -np.inf and high < np.inf and (top < np.inf).all())
+    return bool(((lower <= x) & (x <= upper) & np.isfinite(x)).all() and (top < np.inf).all())
+
+
+def explain(x: Array, delta: Array, lower: Array, upper: Array) -> None:
+    digits = {"float16": 10, "float32": 23, "float64": 52}.get(str(x.dtype), 7)
+    _check.values([a.astype(np.float64) for a in (x, delta, lower, upper)], 2.0**-digits)
+
+
+# --- what the API asks for --------------------------------------------------------------------------------------------
+
+
+def is_array(a: Any) -> bool:
+    return isinstance(a, (np.ndarray, np.generic)) and not isinstance(a, np.ma.MaskedArray)
+
+
+def dtype_name(a: Array) -> str:
+    return str(a.dtype)
+
+
+def device_name(a: Array) -> str:
+    return "cpu"
+
+
+def values_of(a: Array) -> Array | None:
+    """The array for its values to be checked; None where that would wait for a device or a trace."""
+    return np.asarray(a)
+
+
+def permute(a: Array, axes: tuple[int, ...]) -> Array:
+    return np.asarray(a).transpose(axes)
+
+
+def reshape(a: Array, shape: tuple[int, ...]) -> Array:
+    return np.asarray(a).reshape(shape)
+
+
+def broadcast_to(a: Array, shape: tuple[int, ...]) -> Array:
+    return np.broadcast_to(a, shape)
+
+
+def as_eps(eps: Any, like: Array) -> Array:
+    """eps in float64: it is never rounded to x's dtype."""
+    return np.asarray(eps, np.float64)
+
+
+def as_bound(bound: Any, like: Array) -> Array:
+    return np.asarray(bound, like.dtype)
+
+
+def sum_axes(a: Array, axes: tuple[int, ...]) -> Array:
+    return a.sum(axis=axes) if axes else a
+
+
+def ndim(a: Array) -> int:
+    return int(a.ndim)
+
+
+def result(a: Array, x: Array) -> Array:
+    """In x's dtype, or float32 if that is wider."""
+    return a.astype(np.float64 if x.dtype == np.float64 else np.float32)
+
+
+def true_rows(condition: Array) -> Array:
+    return np.flatnonzero(condition)
+
+
+def fetch(a: Array) -> Array:
+    return a
+
+
+def _working(numerics: Numerics) -> Any:
+    return np.float32 if numerics is SINGLE else np.float64
+
+
+def _numerics(x: Array) -> Numerics:
+    return DOUBLE if x.dtype == np.float64 else SINGLE
+
+
+@contextmanager
+def _quick_and_quiet() -> Iterator[None]:
+    """No warnings, and no buffering of a value per row against rows of less than 8192 elements, which costs 3x."""
+    before = np.setbufsize(1024)
+    try:
+        with np.errstate(all="ignore"):
+            yield
+    finally:
+        np.setbufsize(before)
+
+
+def _groups(*problem: Any) -> Any:
+    x = problem[0]
+    return _math.groups(_this, problem, _numerics(x), GROUP, TILE, checked=True) if x.size else ()
+
+
+def solve(
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, mode: str, write: bool
+) -> tuple[Array, Array, Array]:
+    """v (None unless `write`), eta and status."""
+    rows, n = x.shape
+    out: Array = np.empty_like(x, order="C") if write else None
+    eta, status = np.zeros((rows, 1)), np.full((rows, 1), _math.ZERO)
+    half = x.dtype.itemsize == 2
+    with _quick_and_quiet():
+        for part, group, _ in _groups(x, delta, eps, lower, upper, p):
+            found = _math.solve(group, n, mode, LOOSE if write and group.numerics is SINGLE else group.numerics.settled)
+            eta[part], status[part] = found.K / found.m, found.status
+
+            def store(tile: Any, block: Block, direction: Array, k: Array, part: slice = part) -> Array:
+                kept = out[part][tile[:2]]
+                v = np.multiply(direction, k, out=None if half else kept)
+                v += block.x
+                np.clip(v, block.lower, block.upper, out=v)
+                if half:
+                    kept[...] = v
+                return kept.astype(v.dtype, copy=False)
+
+            if write:
+                _math.write(group, found, mode, store, half)
+    return out, eta, status
+
+
+def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float) -> Array:
+    found = np.zeros((x.shape[0], 1))
+    with _quick_and_quiet():
+        for part, group, _ in _groups(x, delta, np.ones((1, 1)), lower, upper, p):
+            found[part] = _math.reach(group)
+    return found
+
+
+def summary(
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, v: Array
+) -> tuple[Array, Array, Array]:
+    """Of v: norm, naive norm and share of elements at their bounds."""
+    rows, n = x.shape
+    found = np.zeros((3, rows, 1))
+    with _quick_and_quiet():
+        for part, group, _ in _groups(x, delta, eps, lower, upper, p):
+            found[:, part] = _math.summary(group, v[part], n)
+    return tuple(found)
+
+
+def vjp(
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, eta: Array, status: Array, g: Array
+) -> tuple[Array, ...]:
+    """Gradients of x, delta, eps, lower and upper; those of the bounds summed to their rows form."""
+    rows, n = x.shape
+    numerics = _numerics(x)
+    x_bar, delta_bar = np.empty_like(x, order="C"), np.empty_like(x, order="C")
+    eps_bar = np.zeros((rows, 1))
+    bound_bars = [np.zeros(b.shape) for b in (lower, upper)]
+    with _quick_and_quiet():
+        for start in range(0, rows if n else 0, max(1, GROUP // max(n, 1))):
+            part = slice(start, start + max(1, GROUP // n))
+            a, b, e, up = (v if v.shape[0] == 1 else v[part] for v in (lower, upper, eps, g))
+            block = Block(*(np.asarray(v, _working(numerics)) for v in (x[part], delta[part], a, b)))
+            parts = _math.partials(_this, block, e, eta[part], status[part], p, numerics)
+            found = _math.vjp(_this, parts, np.asarray(up, _working(numerics)), 0.0, numerics)
+            x_bar[part], delta_bar[part], c_bar, eps_bar[part] = found
+            for bar, mine in zip(bound_bars, (block.delta < 0, block.delta > 0), strict=True):
+                share = where(mine, c_bar, 0.0).astype(np.float64)
+                share = share.sum(axis=1, keepdims=True) if bar.shape[1] == 1 else share
+                bar[part if bar.shape[0] > 1 or rows == 1 else slice(None)] += (
+                    share.sum(axis=0, keepdims=True) if bar.shape[0] == 1 else share
+                )
+    return x_bar, delta_bar, eps_bar, *bound_bars
+
+
+_this = sys.modules[__name__]

@@ -1,0 +1,473 @@
+"""PyTorch: plain tensor operations on any device, and the derivatives in closed form.
+
+Eagerly, an ``autograd.Function`` whose backward runs on blocks of rows and saves nothing but the inputs and a number
+or two per row. Dynamo does not take a Function with forward mode, so under ``torch.compile`` the solve is one opaque
+operator without derivatives, and ``_math.implicit`` puts them back in operations that every transform can follow.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from clipaware import _check, _math
+from clipaware._math import DOUBLE, SINGLE, Block, Numerics, Rows
+
+Array = Any
+
+GROUP = 2**19  # elements solved together on a CPU
+BATCH = 2**26  # and elsewhere, where it bounds the memory that is needed on the way
+HUGE = 1e300
+WIDE_ULP = 2.0**-52
+LOOSE = 2.0**-11
+
+# --- array functions --------------------------------------------------------------------------------------------------
+
+where = torch.where
+sqrt = torch.sqrt
+sign = torch.sign
+clip = torch.clamp
+
+
+def power(a: Array, p: float) -> Array:
+    """a^p by way of float64, since a float32 power may be biased, which a sum does not average out."""
+    return torch.pow(widen(a), p).to(a.dtype)
+
+
+def minimum(a: Array, b: Array) -> Array:
+    return torch.clamp(a, max=b)
+
+
+def maximum(a: Array, b: Array) -> Array:
+    return torch.clamp(a, min=b)
+
+
+def bound_ahead(delta: Array, lower: Array, upper: Array) -> Array:
+    # By the sign bit: a room, even of what does not move, is never negative over delta.
+    return torch.where(torch.signbit(delta), lower, upper)
+
+
+def room(key: Any, block: Block, buffers: None) -> Array:
+    """Distance from x to the bound that delta points to, with the sign of delta."""
+    return bound_ahead(block.delta, block.lower, block.upper) - block.x
+
+
+def raised(tile: Any, a: Array, p: float, buffers: None) -> Array:
+    """|a|^p."""
+    return _math.power(_this, abs(a), p)
+
+
+def quotient(tile: Any, w: Array, d: Array, buffers: None) -> Array:
+    return w / d
+
+
+def difference(v: Array, x: Array, buffers: None) -> Array:
+    return v - x
+
+
+def buffers() -> None:
+    return None
+
+
+def fold(combine: str, tiles: list[Any], values: list[Array], like: Array) -> Array:
+    """Values per row of each tile, added up or maximised over the tiles of a row."""
+    if len(tiles) == 1:
+        return widen(values[0])
+    total = widen(torch.zeros((like.shape[0], values[0].shape[1]), device=like.device))
+    for (rows, *_), value in zip(tiles, values, strict=True):
+        total[rows] = total[rows] + value if combine == "sum" else torch.maximum(total[rows], widen(value))
+    return total
+
+
+def row_sum(a: Array) -> Array:
+    return torch.sum(a, dim=-1, keepdim=True, dtype=_wide(a))
+
+
+def row_dot(u: Array, v: Array) -> Array:
+    return row_sum(u * v)
+
+
+def row_sums(t: Array, breakpoints: Array, dp: Array, wp: Array, buffers: None) -> Array:
+    """(rows, 2): the sum of dp over t < breakpoints, and of wp over the rest."""
+    clipped = t >= breakpoints
+    return torch.cat((row_sum(torch.where(clipped, 0.0, dp)), row_sum(torch.where(clipped, wp, 0.0))), dim=1)
+
+
+def row_max(a: Array) -> Array:
+    return torch.amax(a, dim=-1, keepdim=True)
+
+
+def row_top(delta: Array) -> Array:
+    """The largest |delta|."""
+    return row_max(abs(delta))
+
+
+def any_true(condition: Array) -> bool:
+    return bool(condition.any())
+
+
+def _wide(a: Array) -> torch.dtype:
+    return torch.float32 if a.device.type == "mps" else torch.float64
+
+
+def _working(numerics: Numerics) -> torch.dtype:
+    return torch.float32 if numerics is SINGLE else torch.float64
+
+
+def widen(a: Array) -> Array:
+    return a.to(_wide(a))
+
+
+def narrow(a: Array, numerics: Numerics) -> Array:
+    return a.to(_working(numerics))
+
+
+def cast_like(a: Array, like: Array) -> Array:
+    return a.to(like.dtype)
+
+
+def constant(a: Array) -> Array:
+    return a.detach()
+
+
+def pow2(a: Array, numerics: Numerics) -> Array:
+    """A power of two near a whose reciprocal is a normal number too: 1 for every a that is neither large nor small."""
+    limit = 126 if numerics is SINGLE else 1022
+    exponent = torch.floor(torch.log2(a)).clamp(-limit, limit)
+    return torch.exp2(torch.where(abs(exponent) <= 8, 0.0, exponent))
+
+
+def runs(n: int, count: int, length: int) -> Array:
+    """Indices of `count` evenly spaced runs of `length` neighbours."""
+    starts = torch.linspace(0, n - length, count, dtype=torch.float64).long()
+    return (starts[:, None] + torch.arange(length)).reshape(-1)
+
+
+def loop(step: Callable[[Any], Any], state: tuple[Any, ...], limit: int) -> tuple[Any, ...]:
+    """Repeat `step` until every row is done, as the last of the state says, or the first, a count, is at its limit."""
+    while state[0] < limit and not bool(state[-1].all()):
+        state = step(state)
+    return state
+
+
+def sensible(block: Block, top: Array) -> bool:
+    """Whether everything is finite and x inside its bounds. Then they are in order, too."""
+    inside = (block.lower <= block.x) & (block.x <= block.upper) & torch.isfinite(block.x)
+    return bool(inside.all() & (top < torch.inf).all())
+
+
+def senseless(block: Block, x: Array) -> Array:
+    """Per row, 1 where something is not finite or the bounds are not in order, else 0. `x` is not yet clipped."""
+    bad = ~(torch.isfinite(block.x) & torch.isfinite(x) & torch.isfinite(block.delta) & (block.lower <= block.upper))
+    return row_max(bad.to(torch.float32))
+
+
+def explain(x: Array, delta: Array, lower: Array, upper: Array) -> None:
+    _check.values([fetch(a.double()) for a in (x, delta, lower, upper)], torch.finfo(x.dtype).eps)
+
+
+# --- what the API asks for --------------------------------------------------------------------------------------------
+
+
+def is_array(a: Any) -> bool:
+    return isinstance(a, torch.Tensor)
+
+
+def dtype_name(a: Array) -> str:
+    return str(a.dtype).removeprefix("torch.")
+
+
+def device_name(a: Array) -> str:
+    return str(a.device)
+
+
+def _is_traced(a: Array) -> bool:
+    """Whether the values of a are not to be had: under torch.compile, and inside a transform of torch.func."""
+    return torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(a)
+
+
+def values_of(a: Array) -> Any:
+    """The array for its values to be checked; None where that would wait for a device or a trace."""
+    return None if _is_traced(a) or a.device.type != "cpu" else fetch(a.double())
+
+
+def fetch(a: Array) -> Any:
+    return a.detach().cpu().numpy()
+
+
+def permute(a: Array, axes: tuple[int, ...]) -> Array:
+    return a.permute(axes)
+
+
+def reshape(a: Array, shape: tuple[int, ...]) -> Array:
+    return a.reshape(shape)
+
+
+def broadcast_to(a: Array, shape: tuple[int, ...]) -> Array:
+    return a.expand(shape)
+
+
+def sum_axes(a: Array, axes: tuple[int, ...]) -> Array:
+    return a.sum(axes) if axes else a
+
+
+def ndim(a: Array) -> int:
+    return int(a.ndim)
+
+
+def as_eps(eps: Any, like: Array) -> Array:
+    """eps in float64: it is never rounded to x's dtype."""
+    return _as_tensor(eps, _wide(like), like)
+
+
+def as_bound(bound: Any, like: Array) -> Array:
+    return _as_tensor(bound, like.dtype, like)
+
+
+def _as_tensor(a: Any, dtype: torch.dtype, like: Array) -> Array:
+    if isinstance(a, torch.Tensor):
+        return a.to(like.device, dtype)
+    if isinstance(a, (np.ndarray, np.generic)):
+        return torch.from_numpy(np.array(a, np.float64)).to(like.device, dtype)
+    return torch.full((), a, dtype=dtype, device=like.device)
+
+
+def result(a: Array, x: Array) -> Array:
+    """In x's dtype, or float32 if that is wider."""
+    return a.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def true_rows(condition: Array) -> Any:
+    if _is_traced(condition):
+        raise ValueError(
+            'unreachable is "raise", which needs values that are not known under torch.compile and torch.func; compare '
+            'eps with clipaware.reach(x, delta) instead, or choose "maximize" or "nan"'
+        )
+    return np.flatnonzero(fetch(condition))
+
+
+def _numerics(x: Array) -> Numerics:
+    return DOUBLE if x.dtype == torch.float64 else SINGLE
+
+
+def _groups(*problem: Any) -> Any:
+    x = problem[0]
+    on_cpu = x.device.type == "cpu"
+    size = GROUP if on_cpu else BATCH
+    return _math.groups(_this, problem, _numerics(x), size, size, checked=on_cpu) if x.numel() else ()
+
+
+def _solved(
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, mode: str, write: bool
+) -> tuple[Array, Array, Array]:
+    """v (empty unless `write`), eta and status, of tensors whose values are at hand."""
+    x, delta, eps, lower, upper = (a.detach() for a in (x, delta, eps, lower, upper))
+    rows, n = x.shape
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if write else x.new_empty(0)
+    eta = torch.zeros((rows, 1), dtype=_wide(x), device=x.device)
+    status = torch.full((rows, 1), _math.ZERO, device=x.device)
+    half = x.dtype.itemsize == 2
+    for part, group, blank in _groups(x, delta, eps, lower, upper, p):
+        found = _math.solve(group, n, mode, LOOSE if write and group.numerics is SINGLE else group.numerics.settled)
+        eta[part], status[part] = found.K / found.m, found.status
+
+        def store(tile: Any, block: Block, direction: Array, k: Array, part: slice = part) -> Array:
+            v = torch.clamp(direction * k + block.x, block.lower, block.upper)
+            out[part][tile[:2]] = v
+            return v.to(x.dtype).to(v.dtype) if half else v
+
+        if write:
+            _math.write(group, found, mode, store, half)
+        if blank is not None:
+            eta[part] = torch.where(blank, torch.nan, eta[part])
+            if write:
+                out[part] = torch.where(blank, torch.nan, out[part])
+    return out, eta, status
+
+
+@torch.library.custom_op("clipaware::solve", mutates_args=())
+def _solve_op(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    eps: torch.Tensor,
+    lower: torch.Tensor,
+    upper: torch.Tensor,
+    p: float,
+    mode: str,
+    write: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _solved(x, delta, eps, lower, upper, p, mode, write)
+
+
+@_solve_op.register_vmap
+def _vmapped_solve_op(info: Any, in_dims: Any, *arguments: Any) -> Any:
+    return _vmapped(_solve_op, info, in_dims, arguments)
+
+
+@_solve_op.register_fake
+def _(
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, mode: str, write: bool
+) -> tuple[Array, ...]:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if write else x.new_empty(0)
+    return out, eps.new_empty((x.shape[0], 1)), torch.empty((x.shape[0], 1), dtype=torch.int64, device=x.device)
+
+
+class _Perturb(torch.autograd.Function):
+    """(v, eta, status) of tensors in rows form, with the derivatives of docs/math.md."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return _solved(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, ctx.p, _, ctx.write = inputs
+        v, eta, status = output
+        ctx.mark_non_differentiable(status, *([] if ctx.write else [v]))
+        ctx.save_for_backward(*tensors, eta, status)
+        ctx.save_for_forward(*tensors, eta, status)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, g: Any, h: Any, _: Any) -> Any:
+        bars = _backward(ctx.saved_tensors, ctx.p, g if ctx.write else None, h, ctx.needs_input_grad)
+        return *bars, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        x, delta, eps, lower, upper, eta, status = ctx.saved_tensors
+        numerics = _numerics(x)
+        block = _block(x, delta, lower, upper, numerics)
+        part = _math.partials(_this, block, eps, eta, status, ctx.p, numerics)
+
+        def tangent(dot: Any, like: Array) -> Array:
+            return torch.zeros_like(like) if dot is None else dot.to(like.dtype)
+
+        x_dot, delta_dot, low_dot, high_dot = (
+            tangent(dot, like) for dot, like in zip((*tangents[:2], *tangents[3:5]), block, strict=True)
+        )
+        c_dot = bound_ahead(block.delta, low_dot, high_dot)
+        v_dot, eta_dot = _math.jvp(_this, part, x_dot, delta_dot, c_dot, tangent(tangents[2], eps), numerics)
+        return (v_dot.to(x.dtype) if ctx.write else None), eta_dot, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        return _vmapped(_Perturb.apply, info, in_dims, arguments)
+
+
+def _vmapped(function: Any, info: Any, in_dims: Any, arguments: Any) -> Any:
+    """The rule for vmap: one more dimension is more rows."""
+    size = info.batch_size
+    *tensors, p, mode, write = arguments
+    batched = [
+        t.unsqueeze(0).expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+        for t, dim in zip(tensors, in_dims[:5], strict=True)
+    ]
+    rows = batched[0].shape[1]
+    v, eta, status = function(
+        *(t.expand(size, rows, t.shape[2]).reshape(size * rows, t.shape[2]) for t in batched), p, mode, write
+    )
+    v = v.reshape(size, rows, -1) if write else v.expand(size, 0)
+    return (v, eta.reshape(size, rows, 1), status.reshape(size, rows, 1)), (0, 0, 0)
+
+
+def _block(x: Array, delta: Array, lower: Array, upper: Array, numerics: Numerics) -> Block:
+    return Block(*(a.to(_working(numerics)) for a in (x, delta, lower, upper)))
+
+
+def _backward(saved: Any, p: float, g: Any, h: Any, needs: Any) -> list[Any]:
+    """Gradients of x, delta, eps, lower and upper as far as they are needed, each of its argument's shape and dtype."""
+    x = saved[0]
+    if torch.is_grad_enabled() or _is_traced(x) or x.numel() <= GROUP:
+        return _bars(saved, p, g, h, needs)
+    bars: list[Any] = [torch.zeros_like(a) if need else None for a, need in zip(saved, needs[:5], strict=False)]
+    height = max(1, (GROUP if x.device.type == "cpu" else BATCH) // x.shape[1])
+    for start in range(0, x.shape[0], height):
+        part = slice(start, start + height)
+
+        def take(a: Any, part: slice = part) -> Any:
+            return a if a is None or a.shape[0] == 1 < x.shape[0] else a[part]
+
+        some = _bars([take(a) for a in saved], p, take(g), take(h), needs)
+        for bar, more in zip(bars, some, strict=True):
+            if bar is not None:
+                take(bar).add_(more)
+    return bars
+
+
+def _bars(saved: Any, p: float, g: Any, h: Any, needs: Any) -> list[Any]:
+    """Those gradients for all rows at once; differentiable again."""
+    x, delta, eps, lower, upper, eta, status = saved
+    numerics = _numerics(x)
+    block = _block(x, delta, lower, upper, numerics)
+    part = _math.partials(_this, block, eps, eta, status, p, numerics)
+    g = torch.zeros_like(block.x) if g is None else g.to(block.x.dtype)
+    h = torch.zeros_like(eta) if h is None else h
+    x_bar, delta_bar, c_bar, eps_bar = _math.vjp(_this, part, g, h, numerics)
+    lost = torch.isnan(eta)
+    found = (x_bar, delta_bar, eps_bar, torch.where(delta < 0, c_bar, 0.0), torch.where(delta > 0, c_bar, 0.0))
+    return [
+        torch.where(lost, torch.nan, bar).sum_to_size(a.shape).to(a.dtype) if need else None
+        for bar, a, need in zip(found, saved[:5], needs[:5], strict=True)
+    ]
+
+
+def solve(
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, mode: str, write: bool
+) -> tuple[Array, Array, Array]:
+    """v (None unless `write`), eta and status."""
+    problem = x, delta, eps, lower, upper
+    if not torch.compiler.is_compiling():
+        v, eta, status = _Perturb.apply(*problem, p, mode, write)  # type: ignore[no-untyped-call]
+        return v if write else None, eta, status
+    v, eta, status = _solve_op(*(a.detach() for a in problem), p, mode, write)
+    around, eta = _math.implicit(_this, _block(x, delta, lower, upper, _numerics(x)), eps, eta, status, p, _numerics(x))
+    around = around.to(x.dtype)
+    # The values are the solver's, rounding and all.
+    return v + (around - around.detach()) if write else None, eta, status
+
+
+def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float) -> Array:
+    x, delta, lower, upper = (a.detach() for a in (x, delta, lower, upper))
+    eps = torch.ones((1, 1), dtype=_wide(x), device=x.device)
+    if _is_traced(x):
+        block = _block(x, delta, lower, upper, _numerics(x))
+        block = block._replace(x=torch.clamp(block.x, block.lower, block.upper))
+        everything = (slice(None), slice(None), 0)
+        rows = Rows(_this, lambda _: block, [everything], True, eps, p, eps, _numerics(x))
+        return torch.where(senseless(block, x) > 0, torch.nan, _math.reach(rows))
+    found = torch.zeros((x.shape[0], 1), dtype=_wide(x), device=x.device)
+    for part, group, blank in _groups(x, delta, eps, lower, upper, p):
+        found[part] = _math.reach(group)
+        if blank is not None:
+            found[part] = torch.where(blank, torch.nan, found[part])
+    return found
+
+
+def summary(
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, v: Array
+) -> tuple[Array, Array, Array]:
+    """Of v: norm, naive norm and share of elements at their bounds."""
+    x, delta, eps, lower, upper, v = (a.detach() for a in (x, delta, eps, lower, upper, v))
+    rows, n = x.shape
+    found = torch.zeros((3, rows, 1), dtype=_wide(x), device=x.device)
+    for part, group, _ in _groups(x, delta, eps, lower, upper, p):
+        found[:, part] = torch.stack(_math.summary(group, v[part], n))
+    return found[0], found[1], found[2]
+
+
+def vjp(
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, eta: Array, status: Array, g: Array
+) -> tuple[Array, ...]:
+    """Gradients of x, delta, eps, lower and upper; those of the bounds summed to their rows form."""
+    per_row = eps.detach().expand(x.shape[0], 1)
+    saved = [x.detach(), delta.detach(), per_row, lower.detach(), upper.detach(), eta.detach(), status]
+    with torch.no_grad():
+        return tuple(_backward(saved, p, g.detach(), None, (True,) * 5))
+
+
+_this = sys.modules[__name__]

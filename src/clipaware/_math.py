@@ -1,0 +1,705 @@
+"""The algorithm's one text: Newton's method for the scale, its polish, and the closed-form derivatives.
+
+Everything here is written for ``(rows, n)`` arrays and a backend module ``be`` that supplies a handful of array
+functions under common names (``_backends/numpy.py`` lists them). The letters are the paper's, and ``docs/math.md``
+derives the formulas.
+
+Working units: with ``m`` a power of two near a row's largest ``|delta|`` and ``inv`` near 1/eps, each element has
+``d = |delta|/m`` and a room ``w = s*inv``, and the unknown is ``T`` in
+
+    sum_i min(T*d_i, w_i)^p = target,      target = (eps*inv)^p,      eta = T/(inv*m).
+
+Nothing in it overflows, whatever the scale of delta, eps or x; in the usual range both units are 1 and cost nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+Array = Any
+Backend = Any
+
+# What became of a row; where several apply, the first of them.
+REGULAR, ZERO, AT_ZERO, UNREACHABLE, HELD = range(5)
+
+NEWTON_PASSES = 12  # plain Newton up to here, then every other pass halves the bracket
+MAX_PASSES = 64
+ROOMY = 1e6  # rooms up to this many units of eps can be raised to the fourth power
+POLISH_PASSES = 64
+SAMPLE_FROM = 2**19  # rows this long first solve a sample of contiguous runs, and start there
+SAMPLE_RUNS, SAMPLE_RUN = 64, 512
+
+
+class Numerics(NamedTuple):
+    """What the working precision allows."""
+
+    ulp: float  # spacing at 1
+    tiny: float  # a sum of powers below this has lost elements to underflow
+    settled: float  # relative step at which Newton has arrived
+    close: float  # relative error of a norm that is as good as none
+    far: float  # further than any bound
+
+
+SINGLE = Numerics(ulp=2.0**-23, tiny=1e-20, settled=2.0**-31, close=2e-7, far=2.0**127)
+DOUBLE = Numerics(ulp=2.0**-52, tiny=1e-150, settled=2.0**-51, close=4e-15, far=2.0**1023)
+
+
+class Block(NamedTuple):
+    """A tile of the problem in the working dtype. The bounds broadcast to x."""
+
+    x: Array
+    delta: Array
+    lower: Array
+    upper: Array
+
+
+class Rows(NamedTuple):
+    """A group of rows, seen through tiles: pairs of what to take of the rows and of the columns."""
+
+    be: Backend
+    load: Callable[[Any], Block]
+    tiles: list[Any]
+    keep: bool  # whether what is derived from the tiles may stay in memory from pass to pass
+    eps: Array  # (rows, 1)
+    p: float
+    top: Array  # (rows, 1): the largest |delta|
+    numerics: Numerics
+    buffers: Any = None  # where a backend may keep arrays for the next group to overwrite
+
+    def fold(self, combine: str, of_tile: Callable[[Any], Array]) -> Array:
+        """A number per row, added up or maximised over its tiles."""
+        return self.be.fold(combine, self.tiles, [of_tile(tile) for tile in self.tiles], self.top)
+
+    def pick(self, per_row: Array, tile: Any) -> Array:
+        """What belongs to a tile of something that has one value per row, or one for all, in the working dtype."""
+        return self.be.narrow(per_row if per_row.shape[0] == 1 else per_row[tile[0]], self.numerics)
+
+
+class Solution(NamedTuple):
+    """What was found, per row. ``v = clip(x + K*(delta/m))``: split so that a subnormal eta = K/m loses nothing."""
+
+    K: Array
+    m: Array
+    slope: Array  # d log(norm) / d log(eta), the share of eps^p that unclipped elements carry
+    status: Array
+    passes: int
+
+
+def times(be: Backend, a: Array, factor: Array) -> Array:
+    """a times a factor per row, which mostly is 1."""
+    return a * factor if be.any_true(factor != 1) else a
+
+
+def power(be: Backend, base: Array, p: float) -> Array:
+    """base^p, by multiplication for the exponents people use."""
+    if p == 1:
+        return base
+    if p == 1.5:
+        return base * be.sqrt(base)
+    if p == 2:
+        return base * base
+    if p == 3:
+        return base * base * base
+    if p == 4:
+        square = base * base
+        return square * square
+    return be.power(base, p)
+
+
+def groups(be: Backend, problem: tuple[Any, ...], numerics: Numerics, group: int, tile: int, checked: bool) -> Any:
+    """The problem (x, delta, eps, lower, upper, p) in groups of rows and tiles of them, of so many elements at most.
+
+    Yields where a group is, the group, and which of its rows are to become NaN. Every group is looked at once, for its
+    largest |delta| and for values that should not be. If they are `checked`, those raise. If not, x is clipped into its
+    bounds first, and rows that make no sense are left out of the solution.
+    """
+    x, delta, eps, lower, upper, p = problem
+    (rows, n), buffers = x.shape, be.buffers()
+    height, tall, wide = max(1, group // n), max(1, tile // n), min(n, tile)
+    for start in range(0, rows, height):
+        part = slice(start, min(start + height, rows))
+        count = part.stop - part.start
+        spans = [(slice(i, i + tall), slice(j, j + wide)) for i in range(0, count, tall) for j in range(0, n, wide)]
+        keep = count * n <= group
+        # Tiles that are kept have a number each, and so their own buffers.
+        tiles = [(*span, index if keep else 0) for index, span in enumerate(spans)]
+        here = [a if a.shape[0] == 1 else a[part] for a in (lower, upper, eps)]
+        look = x[part], delta[part], here[0], here[1], here[2]
+        load, top, bad = _looked_at(be, look, tiles, numerics, problem if checked else None)
+        some_eps = here[2] if bad is None else be.where(bad, 0.0, here[2])
+        yield part, Rows(be, load, tiles, keep, some_eps, p, top, numerics, buffers), bad
+
+
+def _looked_at(
+    be: Backend, rows: tuple[Array, ...], tiles: list[Any], numerics: Numerics, problem: tuple[Any, ...] | None
+) -> tuple[Callable[[Any], Block], Array, Array | None]:
+    """How to load a tile of these rows, their largest |delta|, and which of them make no sense, if any."""
+    x, delta, lower, upper, eps = rows
+    clipped, blank = problem is None, None
+
+    def load(tile: Any) -> Block:
+        across, along, _ = tile
+        bounds = (
+            b[across if b.shape[0] > 1 else slice(None), along if b.shape[1] > 1 else slice(None)]
+            for b in (lower, upper)
+        )
+        block = Block(*(be.narrow(a, numerics) for a in (x[across, along], delta[across, along], *bounds)))
+        if clipped:
+            block = block._replace(x=be.clip(block.x, block.lower, block.upper))
+        if blank is not None:
+            block = block._replace(delta=be.where(blank[across], 0.0, block.delta))
+        return block
+
+    tops, senseless = [], []
+    for tile in tiles:
+        block = load(tile)
+        tops.append(be.row_top(block.delta))
+        if problem is None:
+            senseless.append(be.senseless(block, x[tile[:2]]))
+        elif not be.sensible(block, tops[-1]):
+            # This raises, unless it is but rounding that leaves x outside its bounds.
+            be.explain(*problem[:2], *problem[3:5])
+            clipped = True
+    top = be.fold("max", tiles, tops, x)
+    bad = ~((eps >= 0) & (eps < math.inf)) | (top < 0)
+    if senseless:
+        bad = bad | (be.fold("max", tiles, senseless, top) > 0)
+    if be.any_true(bad):
+        blank, top = bad, be.where(bad, 0.0, top)
+    return load, top, blank
+
+
+# --- one pass over the rows -------------------------------------------------------------------------------------------
+
+
+class Passes:
+    """The sums that Newton asks for. What is derived from the tiles of a small group is kept from pass to pass."""
+
+    def __init__(self, rows: Rows) -> None:
+        be = rows.be
+        self.rows = rows
+        # For a large p the unit is eps itself, up to a rounding that `target` takes out again.
+        unit = be.pow2(rows.eps, rows.numerics) if rows.p <= 4 else rows.eps
+        self.inv = be.widen(be.narrow(1 / unit, rows.numerics))
+        self.target = (rows.eps * self.inv) ** (rows.p if rows.p < math.inf else 1.0)
+        self.m = be.pow2(rows.top, rows.numerics)
+        self.kept: dict[Any, tuple[Array, ...]] = {}
+        self.kept_top = rows.top
+
+    def plain(self, top: Array) -> bool:
+        """Whether d^p itself is safe: a small p, and nothing above the unit yet."""
+        return self.rows.p <= 4 and top is self.rows.top
+
+    def unit(self, top: Array) -> Array:
+        """What d is measured in before it is raised to p."""
+        return 1.0 if self.plain(top) else top / self.m_of(top)
+
+    def m_of(self, top: Array) -> Array:
+        return self.m if top is self.rows.top else self.rows.be.pow2(top, self.rows.numerics)
+
+    def rooms(self, tile: Any, block: Block, name: str) -> Array:
+        """w of a tile, with the sign of delta, in the buffer of that name."""
+        rows, be = self.rows, self.rows.be
+        inv = rows.pick(self.inv, tile)
+        w = times(be, be.room((name, tile[2]), block, rows.buffers), inv)
+        # No element moves further than eps: cut there, neither a power nor an infinite bound overflows.
+        if rows.p > 4 or be.any_true((block.upper - block.lower) * inv > ROOMY):
+            most = rows.pick(rows.eps * self.inv * (1 + 4 * rows.numerics.ulp), tile)
+            w = be.clip(w, -most, most)
+        return w
+
+    def piece(self, tile: Any, top: Array) -> tuple[Array, ...]:
+        """The breakpoints w/d, (d/unit)^p and w^p of a tile."""
+        if self.kept_top is not top:
+            self.kept, self.kept_top = {}, top
+        if tile[2] in self.kept:
+            return self.kept[tile[2]]
+        rows, be = self.rows, self.rows.be
+        block = rows.load(tile)
+        w, d = self.rooms(tile, block, "room"), times(be, block.delta, rows.pick(1 / self.m_of(top), tile))
+        # In these units a quotient misleads by a rounding at most: it is infinite only where d is too small to count.
+        breakpoints = be.quotient(tile, w, d, rows.buffers)
+        if not self.plain(top):
+            # What exceeds `top` is clipped by now and counts for nothing, but its power must stay finite.
+            d = be.clip(d * rows.pick(1 / self.unit(top), tile), -1.0, 1.0)
+        piece = breakpoints, be.raised(tile, d, rows.p, rows.buffers), be.raised(tile, w, rows.p, None)
+        if rows.keep:
+            self.kept[tile[2]] = piece
+        return piece
+
+    def naive(self) -> tuple[Array, Array]:
+        """The T of naive rescaling, as if nothing clipped: never right of the root. And the sum of d^p."""
+        rows = self.rows
+        total = rows.fold("sum", lambda tile: rows.be.row_sum(self.piece(tile, rows.top)[1]))
+        return (self.target / total) ** (1 / rows.p) / self.unit(rows.top), total
+
+    def sums(self, T: Array, top: Array) -> tuple[Array, Array]:
+        """A and C."""
+        rows, be = self.rows, self.rows.be
+        both = rows.fold("sum", lambda tile: be.row_sums(rows.pick(T, tile), *self.piece(tile, top), rows.buffers))
+        return both[:, :1], both[:, 1:]
+
+    def biggest(self, T: Array, top: Array) -> Array:
+        """The largest |delta| that is not clipped."""
+        rows, be = self.rows, self.rows.be
+
+        def of_tile(tile: Any) -> Array:
+            clipped = rows.pick(T, tile) >= self.piece(tile, top)[0]
+            return be.row_max(be.where(clipped, 0.0, abs(rows.load(tile).delta)))
+
+        return rows.fold("max", of_tile)
+
+    def ceiling(self, top: Array) -> Array:
+        """A T that is no less than the root; of a row that cannot reach its target, the least that clips everything."""
+        rows, be = self.rows, self.rows.be
+
+        def of_tile(tile: Any) -> Array:
+            block = rows.load(tile)
+            size = be.widen(abs(block.delta))
+            quotient = be.widen(abs(self.rooms(tile, block, "spare"))) / be.where(size > 0, size, 1.0)
+            return be.row_max(be.where(size > 0, quotient, 0.0))
+
+        m = self.m_of(top)
+        return be.minimum(rows.fold("max", of_tile), be.HUGE / m) * m
+
+    def largest_with_room(self) -> Array:
+        """The largest |delta| among the elements that can move by eps."""
+        rows, be = self.rows, self.rows.be
+        enough = self.target * (1 - 8 * rows.numerics.ulp)
+
+        def of_tile(tile: Any) -> Array:
+            block = rows.load(tile)
+            return be.row_max(
+                be.where(abs(self.rooms(tile, block, "spare")) >= rows.pick(enough, tile), abs(block.delta), 0.0)
+            )
+
+        return rows.fold("max", of_tile)
+
+
+# --- solving ----------------------------------------------------------------------------------------------------------
+
+
+def extrapolated(be: Backend, p: float, naive: Array, root: Array, a: Array, c: Array) -> Array:
+    """A better second guess than Newton's own `root`.
+
+    A pass at the naive T tells the share `a` of the slope that is left there, and the share `c` of the target that the
+    clipped elements carry. Those two fix a quadratic for the slope between 0 and naive, which is followed a little on.
+    """
+    b = (a + c - 1 + (1 - a) * p / (p + 1)) * (p + 1) * (p + 2) / p
+    linear, quadratic = (1 - a - b) * p / (p + 1), b * p / (p + 2)
+    first = guess = root / naive
+    for _ in range(3):
+        guess = be.maximum(1 - guess * (linear + quadratic * guess), 0.1) ** (-1 / p)
+    return naive * be.minimum(be.maximum(guess, first), 2 * first - 1)
+
+
+def newton(
+    passes: Passes, start: Array, target: Array, settled: float, total: Array | None = None
+) -> tuple[Array, Array, Array, Array, int]:
+    """Solve ``sum min(T*d, w)^p = target`` from `start`, any T > 0; if that is the naive T, `total` is sum(d^p).
+
+    A Newton step from anywhere lands left of the root or on it, and from the left they increase to it. Returns T, the
+    `top` that its unit belongs to, C, where everything is clipped and that is not enough, and the number of passes.
+    """
+    be, p, top, tiny = passes.rows.be, passes.rows.p, passes.rows.top, passes.rows.numerics.tiny
+    T, lo, count = start, start * (0.0 if total is None else 1.0), 0
+    while count < NEWTON_PASSES:
+        A, C = passes.sums(T, top)
+        if be.any_true((A < tiny) | (C >= target)):
+            break
+        T, before, count = ((target - C) / A) ** (1 / p) / passes.unit(top), T, count + 1
+        lo = T
+        if count == 1 and total is not None:
+            T = extrapolated(be, p, before, T, A / total, C / target)
+        if not be.any_true(abs(T - before) > settled * T):
+            return T, top, C, T < 0, count
+    return guarded_newton(passes, T, lo, target, settled, count)
+
+
+def guarded_newton(
+    passes: Passes, T: Array, lo: Array, target: Array, settled: float, count: int
+) -> tuple[Array, Array, Array, Array, int]:
+    """Newton for rows that need more care: a start too far right, targets out of reach, sums that underflow, and
+    breakpoints in geometric progression, which take a bracket and every other pass a bisection of it. `lo` is not right
+    of the root."""
+    be, p, numerics = passes.rows.be, passes.rows.p, passes.rows.numerics
+
+    def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        count, T, top, lo, hi, from_left, C_old, short_old, done = state
+        A, C = passes.sums(T, top)
+        near, to_near, short = top, T * 0 + 1.0, T < 0
+        lost = (A < numerics.tiny) & ~done
+        if be.any_true(lost):
+            # The sums have lost elements to underflow: once more, in units of the largest that is not clipped.
+            biggest = passes.biggest(T, top)
+            near = be.where(lost & (biggest > 0), biggest, top)
+            to_near = passes.m_of(near) / passes.m_of(top)
+            T, lo, hi, count = T * to_near, lo * to_near, hi * to_near, count + 1
+            A, C = passes.sums(T, near)
+            short = lost & (biggest <= 0) & (C < target)
+        over = C >= target
+        regular = ~over & (A > 0)
+        root = be.where(regular, (target - C) / be.where(A > 0, A, 1.0), 0.0) ** (1 / p) / passes.unit(near)
+
+        arrived = regular & be.where(from_left, root <= T * (1 + settled), abs(root - T) <= settled * T)
+        stay = short | (over & from_left)
+        hi = be.where(over | (regular & (root < T)), be.minimum(hi, T), hi)
+        lo = be.where(regular, be.maximum(lo, root), lo)
+        closed = hi <= lo * (1 + settled)
+        bisect = (hi < be.HUGE * to_near) & ~closed & from_left & (count >= NEWTON_PASSES)
+        following = be.where(bisect, be.sqrt(lo) * be.sqrt(hi), lo)
+        following = be.where(arrived, root, be.where(stay | done, T, following))
+
+        # From the left, all that is clipped remains so, and the finer units can stay. Otherwise, back to the old ones.
+        finer = ~done & regular & (root >= T) & (near < top)
+        back = be.where(finer, 1.0, 1 / to_near)
+        if be.any_true(finer):
+            top = be.where(finer, near, top)
+        return (
+            count + 1,
+            following * back,
+            top,
+            lo * back,
+            be.minimum(hi * back, be.HUGE),
+            ~bisect,
+            be.where(done, C_old, C),
+            be.where(done, short_old, short),
+            done | stay | arrived | closed,
+        )
+
+    no = T < 0
+    state = (count, T, passes.rows.top, lo, lo * 0 + be.HUGE, T <= lo, lo * 0, no, no)
+    state = be.loop(step, state, NEWTON_PASSES)
+    count, T, top, lo, hi, from_left, C, short, done = state
+    if be.any_true(~done):
+        ceiling = passes.ceiling(top)
+        most = passes.sums(ceiling * (1 + 4 * numerics.ulp), top)[1]
+        lacking = (most < target) & ~done
+        C, short, done = be.where(lacking, most, C), short | lacking, done | lacking
+        state = (count + 1, T, top, lo, be.minimum(hi, ceiling), from_left, C, short, done)
+        count, T, top, _, _, _, C, short, _ = be.loop(step, state, MAX_PASSES - 1)
+    return T, top, C, short, count
+
+
+def sample_start(passes: Passes, n: int) -> Array:
+    """Newton's start on long rows: the solution of a sample of contiguous runs."""
+    rows, be = passes.rows, passes.rows.be
+    sample = Passes(rows._replace(tiles=[(slice(None), be.runs(n, SAMPLE_RUNS, SAMPLE_RUN), -1)], keep=True))
+    share = SAMPLE_RUNS * SAMPLE_RUN / n
+    first = sample.naive()[0] * share ** (1 / rows.p)
+    T, top, _, short, _ = newton(sample, first, passes.target * share, 0.01)
+    return be.where(short | (top < rows.top), first, T)
+
+
+def solve(rows: Rows, n: int, mode: str, settled: float) -> Solution:
+    """The scale of every row, and what became of it."""
+    be, p, numerics = rows.be, rows.p, rows.numerics
+    is_zero, at_zero = rows.top <= 0, rows.eps <= 0
+    rows = rows._replace(eps=be.where(at_zero, 1.0, rows.eps), top=be.where(is_zero, 1.0, rows.top))
+    passes = Passes(rows)
+    if p < math.inf:
+        start, total = passes.naive() if n < SAMPLE_FROM else (sample_start(passes, n), None)
+        T, top, C, short, count = newton(passes, start, passes.target, settled, total)
+        unreachable = short & (C < passes.target * (1 - 8 * p * numerics.ulp))
+    else:
+        largest = passes.largest_with_room()
+        unreachable = short = largest <= 0
+        top, C, count = be.where(short, rows.top, largest), largest * 0, 1
+        T = passes.target * (passes.m_of(top) / top)
+    if be.any_true(short):
+        T = be.where(short, passes.ceiling(top), T)
+    K, m = T / passes.inv, passes.m_of(top)
+
+    held = K > m if mode == "at_most" else K < m if mode == "at_least" else K < 0
+    if mode == "at_most":
+        unreachable = unreachable & ~held
+    still = is_zero | at_zero
+    # Held rows take delta as it is; rows that stay take nothing of it.
+    held = held & ~unreachable & ~still
+    status = be.where(held, HELD, REGULAR)
+    if be.any_true(held | unreachable | still):
+        status = be.where(unreachable, UNREACHABLE, status)
+        status = be.where(is_zero, ZERO, be.where(at_zero, AT_ZERO, status))
+        K = be.where(still, 0.0, be.where(held, 1.0, K))
+        m = be.where(still, passes.m, be.where(held, 1.0, m))
+    return Solution(K, m, be.maximum(1 - C / passes.target, numerics.ulp), status, count)
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write(rows: Rows, solution: Solution, mode: str, store: Callable[..., Array], half: bool) -> None:
+    """Have `store` keep every block of ``v = clip(x + eta*delta)``, polished where its rounding moves the norm.
+
+    ``store(columns, block, direction, k)`` keeps ``clip(x + k*direction)`` in the array's own dtype and returns what it
+    kept in the working dtype.
+    """
+    be, p, numerics, status = rows.be, rows.p, rows.numerics, solution.status
+    at_most = mode == "at_most"
+    eps = be.where(rows.eps > 0, rows.eps, 1.0)
+    down = 1 / (be.pow2(eps, numerics) if p <= 4 else eps)
+    # at_most is a promise in float64; elsewhere the working precision can tell whether a polish is needed.
+    limit = 1 - 32 * be.WIDE_ULP if at_most else math.inf
+    # What cannot be reached ends on its bounds, however far they are and whatever the rounding of K.
+    corner = status == UNREACHABLE
+    corners = be.any_true(corner)
+
+    def norm_of(K: Array, widen: bool) -> Array:
+        """Store the array for this K; its norm over eps."""
+
+        def of_tile(tile: Any) -> Array:
+            block = rows.load(tile)
+            direction = times(be, block.delta, rows.pick(1 / solution.m, tile))
+            if corners:
+                direction = be.where(corner[tile[0]], be.sign(block.delta) * numerics.far, direction)
+            v = store(tile, block, direction, rows.pick(be.where(corner, 1.0, K) if corners else K, tile))
+            if widen:
+                z = (be.widen(v) - be.widen(block.x)) * (down if down.shape[0] == 1 else down[tile[0]])
+            else:
+                z = times(be, be.difference(v, block.x, rows.buffers), rows.pick(down, tile))
+            if p == math.inf:
+                return be.row_max(abs(z))
+            return be.row_dot(z, z) if p == 2 else be.row_sum(power(be, abs(z), p))
+
+        total = rows.fold("max" if p == math.inf else "sum", of_tile)
+        return (total if p == math.inf else total ** (1 / p)) / (eps * down)
+
+    norm = norm_of(solution.K, at_most)
+    off = abs(norm - 1) > numerics.close
+    moving = (status == REGULAR) & ((norm < be.HUGE) if half else off)
+    if at_most:
+        moving = (norm > limit) & ((status == REGULAR) | (status == HELD)) | moving
+    if be.any_true(moving):
+        close = 1e-8 if half else numerics.close / 2
+        K = polish(rows, lambda K: norm_of(K, True), solution, moving, limit, close)
+        norm_of(K, False)
+
+
+def polish(
+    rows: Rows, norm_of: Callable[[Array], Array], solution: Solution, moving: Array, limit: float, close: float
+) -> Array:
+    """The K whose array, as stored, has the norm nearest to eps.
+
+    ``norm_of(K)`` is that norm over eps: a monotone step function. `limit` is the most it may be, or infinity; rows
+    that are not `moving` keep their K. A bracketed secant alternates with bisection, down to neighbouring numbers K
+    unless a norm within `close` comes first.
+    """
+    be, ulp = rows.be, rows.numerics.ulp
+    edge = min(limit, 1.0)
+
+    def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        count, K, lo, hi, at_lo, at_hi, best, gap, done = state
+        norm = norm_of(be.where(done, solution.K, K))
+        new_gap = be.where(norm <= limit, abs(norm - 1), be.HUGE)
+        better = ~done & (new_gap < gap)
+        best, gap = be.where(better, K, best), be.where(better, new_gap, gap)
+        above = norm > edge
+        lo, at_lo = be.where(above, lo, K), be.where(above, at_lo, norm)
+        hi, at_hi = be.where(above, K, hi), be.where(above, norm, at_hi)
+        inside = (lo >= 0) & (hi < be.HUGE)
+        middle = rounded(be.where(inside, lo + (hi - lo) / 2, K))
+        secant = rounded(be.where(inside, lo + (hi - lo) * ((edge - at_lo) / be.where(inside, at_hi - at_lo, 1.0)), K))
+        # Until there is a bracket: the tangent's step and a little more, twice as far each time it was too short.
+        reach = (abs(edge - norm) / solution.slope + 2 * ulp) * 2.0 ** min(count, 30)
+        outward = rounded(be.maximum(K * be.where(above, 1 - reach, 1 + reach), 0.0))
+        between = secant if count % 2 == 0 else middle
+        between = be.where((between > lo) & (between < hi), between, middle)
+        closed = inside & ((between <= lo) | (between >= hi))
+        return (
+            count + 1,
+            be.where(inside, between, outward),
+            lo,
+            hi,
+            at_lo,
+            at_hi,
+            best,
+            gap,
+            done | closed | (gap <= close),
+        )
+
+    def rounded(K: Array) -> Array:
+        return be.widen(be.narrow(K, rows.numerics))
+
+    zero, start = solution.K * 0, rounded(solution.K)
+    at_worst = zero if limit < math.inf else start
+    state = (0, start, zero - 1, zero + be.HUGE, zero, zero, at_worst, zero + be.HUGE, ~moving)
+    state = be.loop(step, state, POLISH_PASSES)
+    return be.where(moving, state[6], solution.K)
+
+
+def reach(rows: Rows) -> Array:
+    """The norm at which everything that moves is clipped; infinite if something moves without a bound."""
+    be, p = rows.be, rows.p
+
+    def rooms(tile: Any) -> Array:
+        block = rows.load(tile)
+        return be.where(block.delta == 0, 0.0, abs(be.room("spare", block, rows.buffers)))
+
+    largest = rows.fold("max", lambda tile: be.row_max(rooms(tile)))
+    if p == math.inf:
+        return largest
+    finite = (largest > 0) & (largest < math.inf)
+    unit = be.where(finite, largest, 1.0)
+    total = rows.fold(
+        "sum", lambda tile: be.row_sum(power(be, be.minimum(rooms(tile) * rows.pick(1 / unit, tile), 2.0), p))
+    )
+    return be.where(finite, total ** (1 / p) * unit, largest)
+
+
+def summary(rows: Rows, v: Array, n: int) -> tuple[Array, Array, Array]:
+    """Of v: its norm, the norm that naive scaling has instead, and the share of elements at their bounds."""
+    be, p = rows.be, rows.p
+
+    def written(tile: Any) -> Array:
+        return be.narrow(v[tile[:2]], rows.numerics)
+
+    still = (rows.top <= 0) | (rows.eps <= 0)
+    rows = rows._replace(eps=be.where(rows.eps > 0, rows.eps, 1.0), top=be.where(rows.top > 0, rows.top, 1.0))
+    passes = Passes(rows)
+    K = passes.naive()[0] / passes.inv if p < math.inf else rows.eps / rows.top * passes.m
+    K = be.where(still, 0.0, K)
+
+    def norm(array: Callable[[Any, Block], Array]) -> Array:
+        def of_tile(tile: Any) -> Array:
+            block = rows.load(tile)
+            eps = rows.eps if rows.eps.shape[0] == 1 else rows.eps[tile[0]]
+            z = abs(be.widen(array(tile, block)) - be.widen(block.x)) / eps
+            return be.row_max(z) if p == math.inf else be.row_sum(power(be, z, p))
+
+        total = rows.fold("max" if p == math.inf else "sum", of_tile)
+        return rows.eps * (total if p == math.inf else total ** (1 / p))
+
+    def naive(tile: Any, block: Block) -> Array:
+        move = block.delta * rows.pick(1 / passes.m, tile) * rows.pick(K, tile)
+        return be.clip(block.x + move, block.lower, block.upper)
+
+    def at_bound(tile: Any) -> Array:
+        block = rows.load(tile)
+        there = (written(tile) == be.bound_ahead(block.delta, block.lower, block.upper)) & (block.delta != 0)
+        return be.row_sum(be.cast_like(there, block.x))
+
+    return norm(lambda tile, _: written(tile)), norm(naive), rows.fold("sum", at_bound) / n
+
+
+# --- derivatives ------------------------------------------------------------------------------------------------------
+
+
+class Partials(NamedTuple):
+    """What every derivative is made of."""
+
+    free: Array  # U, where v moves with x and delta
+    follows: Array  # where v moves with x: U, or everything at eps = 0
+    sign: Array
+    direction: Array  # delta/m
+    w: Array  # sign*w
+    m: Array
+    eta: Array
+    inverse: Array  # 1/(D/m), or 0 where eta does not move
+
+
+def partials(
+    be: Backend, block: Block, eps: Array, eta: Array, status: Array, p: float, numerics: Numerics
+) -> Partials:
+    """The sets, weights and slopes of docs/math.md at a solution eta. Differentiable itself, in eta and the block."""
+    still, sign = block.delta == 0, be.sign(block.delta)
+    top = be.constant(be.widen(be.row_max(abs(block.delta))))
+    top = be.where(top > 0, top, 1.0)
+    m = be.pow2(top, numerics)
+    direction = block.delta * be.narrow(1 / m, numerics)
+    d = direction * sign
+    gap = be.bound_ahead(block.delta, block.lower, block.upper) - block.x
+    s = be.maximum(sign * gap, 0.0)
+    at_zero, unreachable = status == AT_ZERO, status == UNREACHABLE
+
+    # An element at its kink, up to rounding, counts as unclipped.
+    free = still | ((be.narrow(eta * m, numerics) * d <= s * (1 + 4 * numerics.ulp)) & (s > 0))
+    free = be.where(unreachable, still, free)
+    wide_inv = 1 / be.where(at_zero, 1.0, eps)
+    inv = be.narrow(wide_inv, numerics)
+    if p == math.inf:
+        wide_enough = (s * inv >= 1 - 8 * numerics.ulp) | (at_zero & (s > 0))
+        largest = be.row_max(be.where(wide_enough, be.constant(d), 0.0))
+        active = wide_enough & (d == largest) & (d > 0) & ~unreachable
+        free = free | active
+        count = be.row_sum(be.cast_like(active, d))
+        w = sign * be.cast_like(active, d) * be.narrow(1 / be.where(count > 0, count, 1.0), numerics)
+    else:
+        # z/eps with the sign of delta. At eps = 0 it is the limit.
+        norm = be.row_sum(power(be, be.where(free, be.constant(d), 0.0) * be.narrow(m / top, numerics), p))
+        limit = be.where(norm > 0, m / top / be.where(norm > 0, norm, 1.0) ** (1 / p), 0.0)
+        rate = be.narrow(be.where(at_zero, limit, eta * m * wide_inv), numerics)
+        base = be.where(free, direction * rate, be.where(at_zero, 0.0, gap * inv))
+        if p == 1:
+            w = sign
+        elif p == 2:
+            w = base
+        else:
+            # Not at 0, where a power's own derivative may be infinite.
+            positive = sign * base > 0
+            w = sign * be.where(positive, power(be, be.where(positive, sign * base, 1.0), p - 1), 0.0)
+    D = be.row_sum(be.where(free, w * direction, 0.0))
+    moves = ((status == REGULAR) | at_zero) & (D > 0)
+    inverse = be.where(moves, 1 / be.where(moves, D, 1.0), 0.0)
+    return Partials(free, free | at_zero, sign, direction, w, m, be.where(unreachable, 0.0, eta), inverse)
+
+
+def vjp(be: Backend, part: Partials, g: Array, h: Array, numerics: Numerics) -> tuple[Array, Array, Array, Array]:
+    """(x_bar, delta_bar, c_bar, eps_bar) for cotangents g of v and h of eta; c is the bound that delta points to."""
+    along = be.row_sum(be.where(part.free, g * part.direction, 0.0))
+    lam = (h / part.m + along) * part.inverse
+    pull = be.narrow(lam, numerics) * part.w
+    x_bar = be.where(part.follows, g, pull)
+    delta_bar = be.where(part.free, be.narrow(part.eta, numerics) * (g - pull), 0.0)
+    c_bar = be.where(part.follows, 0.0, g - pull)
+    return x_bar, delta_bar, c_bar, lam
+
+
+def jvp(
+    be: Backend, part: Partials, x_dot: Array, delta_dot: Array, c_dot: Array, eps_dot: Array, numerics: Numerics
+) -> tuple[Array, Array]:
+    """(v_dot, eta_dot) for tangents of the arguments; c is the bound that delta points to."""
+    eta = be.narrow(part.eta, numerics)
+    drift = be.where(part.free, eta * delta_dot, be.where(part.follows, 0.0, c_dot - x_dot))
+    rate = (eps_dot - be.row_sum(part.w * drift)) * part.inverse
+    along = x_dot + eta * delta_dot + part.direction * be.narrow(rate, numerics)
+    return be.where(part.free, along, be.where(part.follows, x_dot, c_dot)), rate / part.m
+
+
+def implicit(
+    be: Backend, block: Block, eps: Array, eta: Array, status: Array, p: float, numerics: Numerics
+) -> tuple[Array, Array]:
+    """(v, eta) around a solution eta, as functions that a framework can differentiate by itself, to any order.
+
+    With the sets of clipped and unclipped elements held fixed, eta is an explicit function of everything else.
+    """
+    fixed = Block(*(be.constant(a) for a in block))
+    eps0, eta0 = be.constant(eps), be.constant(eta)
+    part = partials(be, fixed, eps0, eta0, status, p, numerics)
+    direction = block.delta * be.narrow(1 / part.m, numerics)
+    c = be.bound_ahead(fixed.delta, block.lower, block.upper)
+    regular = (part.inverse > 0) & (status == REGULAR)
+    unit = be.where(regular, eps0, 1.0)
+    if p == math.inf:
+        largest = be.where(regular, be.row_sum(part.w * direction), 1.0)
+        grown = eps / unit * (be.row_sum(part.w * part.direction) / largest)
+    else:
+        base = be.where(part.free, direction * be.narrow(eta0 * part.m, numerics), c - block.x)
+        base = base * be.narrow(1 / unit, numerics)
+        if p == 2:
+            powers = base * base
+        else:
+            # Not at 0, where a power's own derivatives may be infinite.
+            positive = (part.sign * base > 0) | (p == 1)
+            powers = be.where(positive, power(be, be.where(positive, part.sign * base, 1.0), p), 0.0)
+        free = be.row_sum(be.where(part.free, powers, 0.0))
+        clipped = be.row_sum(be.where(part.free, 0.0, powers))
+        share = ((eps / unit) ** p - clipped) / be.where(regular, free, 1.0)
+        grown = be.where(regular & (share > 0), share, 1.0) ** (1 / p)
+    slope = be.where(status == AT_ZERO, part.inverse / part.m, 0.0)
+    moved = be.where(regular, eta0 * grown, slope * eps)
+    eta = eta0 + (moved - be.constant(moved))
+    along = block.x + direction * be.narrow(eta * part.m, numerics)
+    v = be.where(part.free & ~(status == UNREACHABLE), along, be.where(part.follows, block.x, c))
+    return v, eta

@@ -1,0 +1,307 @@
+"""The rows of the table of edge cases (docs/math.md), values and gradients, and what goes wrong elsewhere."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+
+import clipaware as ca
+from oracle import norm64
+
+ORDERS = [1, 1.5, 2, 3, 10, math.inf]
+rng = np.random.default_rng(0)
+G = rng.standard_normal(5)
+X = np.array([0.2, 0.0, 0.5, 1.0, 0.7])
+D = np.array([0.5, -1.0, 0.0, 1.0, -0.3])  # elements: free, without room, not moving, without room, free
+
+
+def gradients(be, x, delta, eps, g=G, **options):
+    """(x, delta, eps, lower, upper) gradients with per-element bounds 0 and 1."""
+    found = be.gradients(x, delta, np.asarray(eps, float), np.zeros_like(x), np.ones_like(x), g, **options)
+    assert all(np.isfinite(a).all() for a in found)
+    return found
+
+
+@pytest.mark.parametrize("p", ORDERS)
+def test_zero_delta(be, p):
+    assert be.rescale(X, X * 0, 0.5, p=p) == 0
+    np.testing.assert_array_equal(be.perturb(X, X * 0, 0.5, p=p), X)
+    x_bar, *others = gradients(be, X, X * 0, 0.5, p=p)
+    np.testing.assert_array_equal(x_bar, G)
+    assert not any(a.any() for a in others)
+
+
+@pytest.mark.parametrize("scale", [1e-40, 1.0, 300.0, 1e40])
+@pytest.mark.parametrize("p", [*ORDERS, 400])
+def test_slope_at_eps_zero_for_any_scale(be, p, scale):
+    moving = abs(D[[0, 4]])
+    expected = (G[[0, 4]] * D[[0, 4]]).sum() / norm64(moving[None], moving[None] * 0, p)[0]
+    np.testing.assert_allclose(gradients(be, X, D * scale, 0.0, p=p)[2], expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("p", ORDERS)
+def test_eps_zero(be, p):
+    for mode in ("equal", "at_most", "at_least"):
+        assert be.rescale(X, D, 0.0, p=p, mode=mode) == 0
+        np.testing.assert_array_equal(be.perturb(X, D, 0.0, p=p, mode=mode), X)
+    x_bar, delta_bar, eps_bar, lower_bar, upper_bar = gradients(be, X, D, 0.0, p=p)
+    np.testing.assert_array_equal(x_bar, G)
+    assert not delta_bar.any()
+    assert not lower_bar.any()
+    assert not upper_bar.any()
+    # The limit from the right, by a difference quotient.
+    h = 1e-7
+    slope = (be.perturb(X, D, h, p=p) @ G - X @ G) / h
+    np.testing.assert_allclose(eps_bar, slope, rtol=1e-6)
+
+
+@pytest.mark.parametrize("p", ORDERS)
+def test_no_room_at_all(be, p):
+    x, delta = np.array([0.0, 1.0, 0.5]), np.array([-1.0, 2.0, 0.0])
+    assert be.reach(x, delta, p=p) == 0
+    np.testing.assert_array_equal(be.perturb(x, delta, 0.5, p=p), x)
+    x_bar, delta_bar, eps_bar, lower_bar, upper_bar = gradients(be, x, delta, 0.5, G[:3], p=p)
+    np.testing.assert_array_equal(x_bar, [0, 0, G[2]])
+    np.testing.assert_array_equal(lower_bar, [G[0], 0, 0])
+    np.testing.assert_array_equal(upper_bar, [0, G[1], 0])
+    assert not delta_bar.any()
+    assert eps_bar == 0
+    assert (gradients(be, x, delta, 0.0, G[:3], p=p)[0] == G[:3]).all()
+
+
+@pytest.mark.parametrize("p", ORDERS)
+@pytest.mark.parametrize("mode", ["equal", "at_least"])
+def test_unreachable(be, p, mode):
+    corner = np.array([1.0, 0.0, 0.5, 1.0, 0.0])
+    eta = be.rescale(X, D, 10.0, p=p, mode=mode)
+    np.testing.assert_allclose(eta, 0.7 / 0.3, rtol=1e-14)  # the smallest that clips everything
+    np.testing.assert_array_equal(be.perturb(X, D, 10.0, p=p, mode=mode), corner)
+    x_bar, delta_bar, eps_bar, lower_bar, upper_bar = gradients(be, X, D, 10.0, p=p, mode=mode)
+    np.testing.assert_array_equal(x_bar, np.where(D == 0, G, 0))
+    np.testing.assert_array_equal(lower_bar, np.where(D < 0, G, 0))
+    np.testing.assert_array_equal(upper_bar, np.where(D > 0, G, 0))
+    assert not delta_bar.any()
+    assert eps_bar == 0
+
+    assert np.isnan(be.rescale(X, D, 10.0, p=p, mode=mode, unreachable="nan")).all()
+    assert np.isnan(be.perturb(X, D, 10.0, p=p, mode=mode, unreachable="nan")).all()
+    for function in (be.perturb, be.rescale):
+        with pytest.raises(ca.UnreachableError, match=r"sample 1: eps 10 > reach"):
+            function(np.stack([X, X]), np.stack([D, D]), np.array([0.1, 10.0]), p=p, mode=mode, unreachable="raise")
+    # Nothing is out of reach for at_most: what is small enough is left alone.
+    v = be.perturb(X, D * 0.1, 10.0, p=p, mode="at_most", unreachable="raise")
+    np.testing.assert_array_equal(v, np.clip(X + D * 0.1, 0, 1))
+
+
+def test_unreachable_error_says_what_is_possible(be):
+    with pytest.raises(ca.UnreachableError) as caught:
+        be.perturb(np.stack([X, X, X]), np.stack([D, D * 0, D]), np.array([10.0, 0.1, 0.2]), unreachable="raise")
+    np.testing.assert_array_equal(caught.value.rows, [0, 1])
+    np.testing.assert_allclose(caught.value.reach, [math.hypot(0.8, 0.7), 0])
+    # A zero delta is out of reach, unless nothing is asked of it.
+    assert be.rescale(X, D * 0, 0.0, unreachable="raise") == 0
+
+
+@pytest.mark.parametrize("p", ORDERS)
+def test_held_at_one(be, p):
+    v = np.clip(X + D, 0, 1)
+    plain = norm64(v[None], X[None], p)[0]
+    for mode, eps in (("at_most", plain * 1.01), ("at_least", plain * 0.9)):
+        assert be.rescale(X, D, eps, p=p, mode=mode) == 1
+        np.testing.assert_array_equal(be.perturb(X, D, eps, p=p, mode=mode), v)
+        x_bar, delta_bar, eps_bar, lower_bar, upper_bar = gradients(be, X, D, eps, p=p, mode=mode)
+        inside = np.array([True, False, True, False, True])
+        np.testing.assert_array_equal(x_bar, np.where(inside, G, 0))
+        np.testing.assert_array_equal(delta_bar, np.where(inside, G, 0))
+        np.testing.assert_array_equal(lower_bar, np.where(~inside & (D < 0), G, 0))
+        np.testing.assert_array_equal(upper_bar, np.where(~inside & (D > 0), G, 0))
+        assert eps_bar == 0
+
+
+@pytest.mark.parametrize("p", ORDERS)
+def test_some_zeros_in_delta(be, p):
+    eps = 0.1
+    eta = be.rescale(X, D, eps, p=p)
+    assert be.perturb(X, D, eps, p=p)[2] == X[2]
+    x_bar, delta_bar, *_ = gradients(be, X, D, eps, p=p)
+    assert x_bar[2] == G[2]
+    np.testing.assert_allclose(delta_bar[2], eta[0] * G[2], rtol=1e-14)
+
+
+@pytest.mark.parametrize("delta", [1.0, 0.3, 7.7])
+@pytest.mark.parametrize("p", ORDERS)
+def test_kink_counts_as_unclipped(be, p, delta):
+    x, d = np.array([0.5]), np.array([delta])
+    x_bar, _, eps_bar, _, upper_bar = gradients(be, x, d, 0.5, np.ones(1), p=p)
+    assert x_bar == 1
+    assert upper_bar == 0
+    np.testing.assert_allclose(eps_bar, 1, rtol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_no_warnings(be, dtype):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for p in ORDERS:
+            for delta in (D, D * 0, D * 1e-5, D * 1e4):
+                for eps in (0.0, 1e-3, 0.5, 10.0):
+                    assert np.isfinite(be.perturb(X, delta, eps, p=p, dtype=dtype)).all()
+
+
+# --- what goes wrong elsewhere: one test per row that is not covered above --------------------------------------------
+
+
+def uniform(rows, n, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.random((rows, n)).astype(dtype), rng.standard_normal((rows, n)).astype(dtype)
+
+
+def test_case_1_and_2_scale_of_delta(be):
+    x, delta = uniform(4, 784, "float64")
+    for scale in (1e-150, 1e-12, 1e-11, 1e-10, 1.0, 1e150):
+        np.testing.assert_allclose(norm64(be.perturb(x, delta * scale, 3.6), x, 2), 3.6, rtol=2e-14)
+    x, delta = uniform(4, 784, "float32")
+    for scale in (1e-38, 1e-20, 1e19, 1e37):
+        v = be.perturb(x, delta * np.float32(scale), 3.6, dtype="float32")
+        np.testing.assert_allclose(norm64(v, x, 2), 3.6, rtol=3e-7)
+
+
+def test_case_5_unreachable_with_zeros(be):
+    x, delta = uniform(2, 100, "float64")
+    delta[:, ::3] = 0
+    v = be.perturb(x, delta, 100.0)
+    np.testing.assert_array_equal(v, np.where(delta > 0, 1, np.where(delta < 0, 0, x)))
+    bars = be.gradients(x, delta, np.full((2, 1), 100.0), np.zeros(100), np.ones(100), np.ones((2, 100)))
+    assert not bars[1].any()
+    assert not bars[2].any()
+
+
+def test_case_7_infinite_bounds(be):
+    x, delta = uniform(4, 784, "float64")
+    for bounds in ((None, None), (-math.inf, math.inf), (None, math.inf)):
+        v = be.perturb(x, delta, 3.6, bounds=bounds)
+        np.testing.assert_allclose(v, x + delta * 3.6 / np.linalg.norm(delta, axis=1, keepdims=True), atol=1e-15)
+        assert (be.reach(x, delta, bounds=bounds) == math.inf).all()
+    for bounds in ((0, None), (None, 1), (0, math.inf)):
+        v = be.perturb(x, delta, 20.0, bounds=bounds)
+        np.testing.assert_allclose(norm64(v, x, 2), 20, rtol=2e-14)
+        assert (v >= 0).all() or bounds[0] is None
+        assert (v <= 1).all() or bounds[1] != 1
+
+
+def test_case_8_float16(be):
+    x, delta = uniform(3, 3072, "float16")
+    for d in (delta, np.where(np.arange(3072) % 2, delta, 0).astype("float16")):
+        v = be.perturb(x, d, 3.0, dtype="float16")
+        np.testing.assert_allclose(norm64(v.astype(float), x.astype(float), 2), 3, rtol=1e-5)
+
+
+def test_case_9_bfloat16(be):
+    rng = np.random.default_rng(0)
+    x, delta = (be.numpy(be.array(a, "bfloat16")) for a in (rng.random((1, 150528)), rng.standard_normal((1, 150528))))
+    v = be.perturb(x, delta, 135.0, dtype="bfloat16")
+    np.testing.assert_allclose(norm64(v.astype(float), x.astype(float), 2), 135, rtol=1e-6)
+
+
+@pytest.mark.parametrize("eps", [1e-3, 0.01, 0.5])
+def test_case_10_small_eps(be, eps):
+    rng = np.random.default_rng(0)
+    x, delta = rng.uniform(0.3, 0.7, (2, 150528)).astype("float32"), rng.standard_normal((2, 150528)).astype("float32")
+    expected = eps / np.linalg.norm(delta.astype(float), axis=1)
+    np.testing.assert_allclose(be.rescale(x, delta, eps, dtype="float32")[:, 0], expected, rtol=1e-6)
+    np.testing.assert_allclose(norm64(be.perturb(x, delta, eps, dtype="float32"), x, 2), eps, rtol=3e-7)
+
+
+def test_case_11_eps_per_sample(be):
+    x, delta = uniform(4, 4, "float64")  # as many samples as elements
+    eps = np.array([0.1, 0.2, 0.3, 0.4])
+    for shape in ((4,), (4, 1)):
+        assert be.rescale(x, delta, eps.reshape(shape)).shape == (4, 1)
+        np.testing.assert_allclose(norm64(be.perturb(x, delta, eps.reshape(shape)), x, 2), eps, rtol=2e-14)
+        np.testing.assert_allclose(
+            norm64(be.perturb(x, delta, be.array(eps.reshape(shape), "float64")), x, 2), eps, rtol=2e-14
+        )
+
+
+def test_case_13_empty_batches_and_one_dimension(be):
+    empty = np.zeros((0, 3, 4))
+    assert be.perturb(empty, empty, 1.0).shape == (0, 3, 4)
+    assert be.rescale(empty, empty, 1.0).shape == (0, 1, 1)
+    assert be.reach(empty, empty).shape == (0, 1, 1)
+    assert be.perturb(np.zeros((3, 0)), np.zeros((3, 0)), 1.0).shape == (3, 0)
+    assert (be.rescale(np.zeros((3, 0)), np.zeros((3, 0)), 1.0) == 0).all()
+    assert be.rescale(X, D, 0.1).shape == (1,)
+
+
+def test_case_16_linf_uses_absolute_values(be):
+    x, delta = uniform(50, 20, "float64")
+    delta[:, 0] = -10
+    np.testing.assert_allclose(
+        norm64(be.perturb(x, delta, 0.05, p=math.inf, bounds=(-9, 9)), x, math.inf), 0.05, rtol=2e-14
+    )
+
+
+def test_case_18_what_naive_scaling_delivers(be):
+    from clipaware.reference import naive_perturb
+
+    x, delta = uniform(200, 784, "float64")
+    for eps, naive in ((3.6, 3.34), (10.0, 7.87), (15.0, 10.09)):
+        assert abs(norm64(naive_perturb(x, delta, eps), x, 2).mean() - naive) < 0.05
+        np.testing.assert_allclose(norm64(be.perturb(x, delta, eps), x, 2), eps, rtol=2e-14)
+
+
+def test_per_channel_bounds(be):
+    """Pictures normalised per channel, the bounds that go with it, and float32 rounding at their edges."""
+    rng = np.random.default_rng(0)
+    mean = np.array([0.485, 0.456, 0.406], "float32")[:, None, None]
+    std = np.array([0.229, 0.224, 0.225], "float32")[:, None, None]
+    pixels = rng.integers(0, 256, (5, 3, 16, 16)).astype("float32") / np.float32(255)
+    pixels[:, :, 0] = 0
+    pixels[:, :, 1] = 1
+    x = (pixels - mean) / std
+    lower, upper = (0 - mean.astype(float)) / std, (1 - mean.astype(float)) / std
+    delta = rng.standard_normal(x.shape).astype("float32")
+    for bounds in ((lower, upper), (be.array(lower, "float32"), be.array(upper, "float32"))):
+        v = be.perturb(x, delta, 30.0, bounds=bounds, dtype="float32")
+        np.testing.assert_allclose(norm64(v.reshape(5, -1), x.reshape(5, -1), 2), 30, rtol=3e-7)
+        assert (v >= lower.astype("float32")).all()
+        assert (v <= upper.astype("float32")).all()
+
+
+@pytest.mark.parametrize("p", [1, 1.5, 2, 10, math.inf])
+def test_negative_zeros(be, p):
+    x, delta = np.full((1, 3), 0.5), np.array([[1.0, -0.0, -0.5]])
+    for eps in 0.98 * be.reach(x, delta, p=p)[:, 0], 99.0:
+        np.testing.assert_array_equal(be.perturb(x, delta, eps, p=p), be.perturb(x, abs(delta) * [1, 0, -1], eps, p=p))
+
+
+@pytest.mark.parametrize("p", [1, 1.5, 2, 4, 50, math.inf])
+def test_directions_that_span_the_whole_range_of_the_dtype(be, p):
+    for dtype, large, small in (("float32", 1e15, 1e-30), ("float32", 1e37, 1e-37), ("float64", 1e150, 1e-170)):
+        x, delta = np.array([[0.9, 0.5, 0.5]], dtype), np.array([[large, 0.0, small]], dtype)
+        reach = np.asarray(be.reach(x, delta, p=p, dtype=dtype), float)[0, 0]
+        np.testing.assert_array_equal(
+            be.perturb(x, delta, 1.2 * reach, p=p, dtype=dtype), np.array([[1, 0.5, 1]], dtype)
+        )
+        if p < 50:
+            v = be.perturb(x, delta, 0.9 * reach, p=p, dtype=dtype)
+            np.testing.assert_allclose(norm64(v, x, p), 0.9 * reach, rtol=3e-7 if dtype == "float32" else 2e-14)
+    steps = np.geomspace(1e10, 1e-37, 40)[None].astype("float32")
+    v = be.perturb(np.full((1, 40), 0.5, "float32"), steps, 99.0, p=p, dtype="float32")
+    np.testing.assert_array_equal(v, np.ones((1, 40), "float32"))
+
+
+def test_mixed_scales_in_one_row(be):
+    """One element is huge and clipped, what is left would underflow next to it."""
+    for p in (1, 2, 50):
+        for small in (1e-7, 1e-100, 1e-290):
+            x, delta = np.array([0.5, 0.5]), np.array([1.0, small])
+            eps = 0.5 * 1.2 ** (1 / p) if p < 50 else 0.502
+            v = be.perturb(x, delta, eps, p=p)
+            assert v[0] == 1
+            np.testing.assert_allclose(norm64(v[None], x[None], p), eps, rtol=2e-14)
+    v = be.perturb(np.array([0.5, 0.5]), np.array([1.0, 1e-40]), 0.6, dtype="float32")
+    np.testing.assert_allclose(norm64(v[None], np.array([[0.5, 0.5]]), 2), 0.6, rtol=3e-7)

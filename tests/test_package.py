@@ -1,0 +1,69 @@
+"""The package as such: what it exports, what it imports, what it keeps in memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tracemalloc
+
+import numpy as np
+
+import clipaware as ca
+
+
+def test_all_is_what_there_is():
+    public = {name for name in vars(ca) if not name.startswith("_")}
+    modules = {name for name in public if isinstance(getattr(ca, name), type(sys))}
+    assert public - modules == set(ca.__all__)
+    assert ca.__all__ == sorted(ca.__all__)
+    # No module hides behind a public function's name.
+    assert not modules & set(ca.__all__)
+    for name in ca.__all__:
+        assert getattr(ca, name).__doc__
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_import_loads_no_framework():
+    heavy = "{'torch', 'jax', 'tensorflow', 'cupy', 'dask', 'numba', 'matplotlib', 'PIL', 'foolbox', 'eagerpy'}"
+    used = "import numpy as np; ca.perturb(np.full((2, 3), 0.5), np.ones((2, 3)), 0.1)"
+    assert run(f"import sys, clipaware as ca; {used}; print(sorted({heavy} & set(sys.modules)))") == "[]"
+
+
+def test_a_subclass_is_found_by_its_base():
+    class Mine(np.ndarray):
+        """A stranger."""
+
+    x = np.full(3, 0.5).view(Mine)
+    np.testing.assert_allclose(np.linalg.norm(ca.perturb(x, x, 0.1) - x), 0.1)
+
+
+def test_memory_of_a_call():
+    """Beyond the result, a constant: nothing that grows with the batch."""
+    rng = np.random.default_rng(0)
+    x, delta = rng.random((64, 150528), np.float32), rng.standard_normal((64, 150528), np.float32)
+    ca.perturb(x[:2], delta[:2], 50.0)
+    for function in (ca.perturb, ca.rescale):
+        tracemalloc.start()
+        result = function(x, delta, 50.0)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak - result.nbytes < 8e6  # of an input of 38.5e6 bytes
+    long = rng.random((1, 8_000_000), np.float32)
+    tracemalloc.start()
+    ca.perturb(long, long - np.float32(0.5), 50.0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3.2 * long.nbytes  # delta, the result, and a constant
+
+
+def test_memory_of_the_gradient():
+    rng = np.random.default_rng(0)
+    x, delta = rng.random((64, 150528), np.float32), rng.standard_normal((64, 150528), np.float32)
+    tracemalloc.start()
+    ca.perturb_vjp(x, delta, 50.0, delta)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 * x.nbytes + 40e6  # two gradients and a constant

@@ -1,0 +1,322 @@
+"""What PyTorch's users expect of a differentiable function: transforms, second order, torch.compile, memory."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+import clipaware as ca
+from clipaware._backends import torch as backend
+
+ORDERS = [1, 1.5, 2, 3, 10, math.inf]
+
+
+def inputs(p, rows=2, n=5, seed=0, dtype=torch.float64):
+    """(x, delta, eps, lower, upper), all requiring gradients, away from kinks."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(rows, n, generator=generator, dtype=dtype)
+    delta = torch.randn(rows, n, generator=generator, dtype=dtype)
+    lower, upper = torch.full((n,), -0.1, dtype=dtype), torch.full((rows, 1), 1.1, dtype=dtype)
+    eps = 0.6 * ca.reach(x, delta, p=p, bounds=(lower, upper))[:, 0]
+    return [a.requires_grad_() for a in (x, delta, eps, lower, upper)]
+
+
+def perturb(p, **options):
+    return lambda x, delta, eps, lower, upper: ca.perturb(x, delta, eps, p=p, bounds=(lower, upper), **options)
+
+
+def rescale(p, **options):
+    return lambda x, delta, eps, lower, upper: ca.rescale(x, delta, eps, p=p, bounds=(lower, upper), **options)
+
+
+@pytest.mark.parametrize("function", [perturb, rescale])
+@pytest.mark.parametrize("p", ORDERS)
+def test_first_and_second_order(p, function):
+    assert gradcheck(function(p), inputs(p), check_forward_ad=True)
+    assert gradgradcheck(function(p), inputs(p))
+
+
+@pytest.mark.parametrize("p", [2, 3, 10])
+def test_second_order_where_delta_is_zero(p):
+    x, delta, *rest = inputs(p)
+    with torch.no_grad():
+        delta[:, 1] = 0
+    assert gradgradcheck(perturb(p), (x, delta, *rest))
+
+
+@pytest.mark.parametrize("mode", ["at_most", "at_least"])
+def test_first_and_second_order_of_modes(mode):
+    for seed in range(3):
+        assert gradcheck(perturb(2, mode=mode), inputs(2, seed=seed), check_forward_ad=True)
+        assert gradgradcheck(rescale(2, mode=mode), inputs(2, seed=seed))
+
+
+@pytest.mark.parametrize("p", ORDERS)
+def test_edge_cases_have_finite_second_order(p):
+    x, delta, eps = (torch.tensor(np.array(c, float), requires_grad=True) for c in zip(*EDGES.values(), strict=True))
+    v = ca.perturb(x, delta, eps, p=p)
+    first = torch.autograd.grad(v.pow(2).sum(), (x, delta, eps), create_graph=True)
+    second = torch.autograd.grad(sum(g.pow(2).sum() for g in first), (x, delta, eps), allow_unused=True)
+    for found in (*first, *second):
+        assert found is None or torch.isfinite(found).all()
+    tangents = tuple(torch.ones_like(a) for a in (x, delta, eps))
+    _, moved = torch.func.jvp(lambda *a: ca.perturb(*a, p=p), (x.detach(), delta.detach(), eps.detach()), tangents)
+    assert torch.isfinite(moved).all()
+
+
+def test_backward_is_the_closed_form():
+    for p in ORDERS:
+        arguments = inputs(p, 3, 40)
+        g = torch.randn(3, 40, dtype=torch.float64)
+        x, delta, eps, lower, upper = arguments
+        mine = torch.autograd.grad(perturb(p)(*arguments), arguments, g)
+        closed = ca.perturb_vjp(x, delta, eps, g, p=p, bounds=(lower, upper))
+        for a, b in zip(mine, closed, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_func_transforms():
+    x, delta = torch.rand(6, 4, 10, dtype=torch.float64), torch.randn(6, 4, 10, dtype=torch.float64)
+    eps = torch.linspace(0.1, 0.9, 6, dtype=torch.float64)
+
+    def loss(x, delta, eps):
+        return ca.perturb(x, delta, eps).pow(3).sum()
+
+    def by_autograd(i):
+        leaves = [a[i].clone().requires_grad_() for a in (x, delta, eps)]
+        return torch.autograd.grad(loss(*leaves), leaves)
+
+    expected = [torch.stack(gs) for gs in zip(*(by_autograd(i) for i in range(6)), strict=True)]
+    grad = torch.func.grad(loss, argnums=(0, 1, 2))
+    for found in (
+        torch.func.vmap(grad)(x, delta, eps),
+        [torch.stack(g) for g in zip(*map(grad, x, delta, eps), strict=True)],
+    ):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
+    # vmap over some arguments only, along another dimension, and nested.
+    one = torch.func.vmap(lambda d: ca.perturb(x[0, 0], d, 0.3), in_dims=1)(delta[0].T.contiguous())
+    torch.testing.assert_close(one, torch.stack([ca.perturb(x[0, 0], d, 0.3) for d in delta[0]]))
+    nested = torch.func.vmap(torch.func.vmap(lambda a, b: ca.rescale(a, b, 0.3)))(x, delta)
+    torch.testing.assert_close(
+        nested[..., 0], torch.stack([ca.rescale(a, b, 0.3)[:, 0] for a, b in zip(x, delta, strict=True)])
+    )
+    bounds = torch.func.vmap(lambda a, b, low: ca.perturb(a, b, 0.3, bounds=(low, 1.0)))(
+        x, delta, -torch.rand(6, 1, 10)
+    )
+    assert bounds.shape == x.shape
+    torch.testing.assert_close(
+        torch.func.vmap(ca.reach)(x, delta)[:, :, 0],
+        torch.stack([ca.reach(a, b)[:, 0] for a, b in zip(x, delta, strict=True)]),
+    )
+
+    def f(d):
+        return ca.perturb(x[0, 0], d, 0.3)
+
+    torch.testing.assert_close(torch.func.jacrev(f)(delta[0, 0]), torch.func.jacfwd(f)(delta[0, 0]))
+    v, pull = torch.func.vjp(f, delta[0, 0])
+    _, push = torch.func.jvp(f, (delta[0, 0],), (torch.ones(10, dtype=torch.float64),))
+    torch.testing.assert_close(pull(torch.ones_like(v))[0].sum(), push.sum())
+    forward_over_reverse = torch.func.hessian(lambda d: f(d).pow(3).sum())(delta[0, 0])
+    leaf = delta[0, 0].clone().requires_grad_()
+    double_backward = torch.autograd.functional.hessian(lambda d: f(d).pow(3).sum(), leaf)
+    torch.testing.assert_close(forward_over_reverse, double_backward)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3.5, math.inf])
+def test_compile_fullgraph(p):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *a: perturb(p)(*a), fullgraph=True)
+    arguments = inputs(p, 4, 30, dtype=torch.float32)
+    g = torch.randn(4, 30)
+    v = compiled(*arguments)
+    torch.testing.assert_close(v, perturb(p)(*arguments), rtol=0, atol=0)
+    for mine, eager in zip(
+        torch.autograd.grad(v, arguments, g), torch.autograd.grad(perturb(p)(*arguments), arguments, g), strict=True
+    ):
+        torch.testing.assert_close(mine, eager, rtol=1e-5, atol=1e-6)
+
+
+def test_compile_what_surrounds_it():
+    torch._dynamo.reset()
+    model = torch.nn.Linear(12, 3)
+
+    @torch.compile(fullgraph=True)
+    def step(x, delta, eps):
+        eta = ca.rescale(x, delta, eps, mode="at_most", bounds=(0, None))
+        v = ca.perturb(x, delta, torch.minimum(ca.reach(x, delta)[:, 0], eps), unreachable="nan")
+        return model(v).square().mean() + eta.mean()
+
+    x, delta, eps = torch.rand(5, 12), torch.randn(5, 12, requires_grad=True), torch.full((5,), 0.7)
+    value = step(x, delta, eps)
+    value.backward()
+    assert torch.isfinite(delta.grad).all()
+    assert delta.grad.abs().sum() > 0
+    # A gradient by torch.func inside of a compiled function.
+    inner = torch.compile(lambda d: torch.func.grad(lambda d: ca.perturb(x, d, 0.5).square().sum())(d), fullgraph=True)
+    expected = torch.func.grad(lambda d: ca.perturb(x, d, 0.5).square().sum())(delta.detach())
+    torch.testing.assert_close(inner(delta.detach()), expected)
+    # Another eps, another batch size: still right.
+    again = torch.compile(lambda x, d, e: ca.perturb(x, d, e), fullgraph=True)
+    for rows, e in ((3, 0.2), (4, 0.3), (5, 0.4)):
+        v = again(x[:rows], delta[:rows].detach(), e) if rows <= 5 else None
+        torch.testing.assert_close((v - x[:rows]).norm(dim=1), torch.full((rows,), e))
+
+
+EDGES = {
+    "zero delta": ([0.2, 0.5, 0.7], [0.0, 0.0, 0.0], 0.1),
+    "eps zero": ([0.2, 0.5, 0.7], [1.0, -1.0, 0.0], 0.0),
+    "unreachable": ([0.2, 0.5, 0.7], [1.0, -1.0, 0.0], 9.0),
+    "no room": ([0.0, 1.0, 0.5], [-1.0, 1.0, 0.0], 0.1),
+    "some zeros": ([0.2, 0.5, 0.0], [1.0, 0.0, -1.0], 0.1),
+    "ties": ([0.2, 0.5, 0.4], [1.0, 1.0, -1.0], 0.1),
+}
+
+
+@pytest.mark.parametrize("p", [1, 1.5, 2, math.inf])
+def test_compiled_edge_cases_and_transforms(p):
+    torch._dynamo.reset()
+    arguments = [torch.tensor(np.array(c, float), requires_grad=True) for c in zip(*EDGES.values(), strict=True)]
+
+    def both(x, delta, eps):
+        return ca.perturb(x, delta, eps, p=p), ca.rescale(x, delta, eps, p=p)
+
+    g = torch.randn(len(EDGES), 3, dtype=torch.float64)
+    found = []
+    for function in (both, torch.compile(both, fullgraph=True)):
+        v, eta = function(*arguments)
+        found.append([v, eta, *torch.autograd.grad((v * g).sum() + eta.sum(), arguments)])
+    for eager, compiled in zip(*found, strict=True):
+        assert torch.isfinite(compiled).all()
+        torch.testing.assert_close(compiled, eager, rtol=1e-10, atol=1e-12)
+
+    x, delta = torch.rand(3, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
+    delta[0, 1] = 0
+    transforms = [
+        lambda x, d: torch.func.jvp(lambda d: ca.perturb(x, d, 0.5, p=p), (d,), (torch.ones_like(d),))[1],
+        lambda x, d: torch.func.vmap(torch.func.grad(lambda d, x: ca.perturb(x, d, 0.5, p=p).pow(2).sum()))(d, x),
+        lambda x, d: torch.func.hessian(lambda d: ca.perturb(x[0], d, 0.5, p=p).pow(2).sum())(d[0]),
+    ]
+    for transform in transforms:
+        compiled = torch.compile(transform, fullgraph=True)(x, delta)
+        torch.testing.assert_close(compiled, transform(x, delta), rtol=1e-9, atol=1e-11)
+
+
+def test_raise_is_refused_where_values_are_not_known():
+    x, delta = torch.rand(3, 5), torch.randn(3, 5)
+    with pytest.raises(ValueError, match=r"compare eps with clipaware.reach"):
+        torch.func.vmap(lambda a, b: ca.perturb(a, b, 9.0, unreachable="raise"))(x, delta)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"compare eps with clipaware.reach"):
+        torch.compile(lambda a, b: ca.perturb(a, b, 9.0, unreachable="raise"), fullgraph=True)(x, delta)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3.5, math.inf])
+def test_unchecked_values_make_their_own_row_nan(p, monkeypatch):
+    """What happens on an accelerator, where values are not fetched: the same operations, without the checks."""
+    groups = backend._math.groups
+    monkeypatch.setattr(backend._math, "groups", lambda *a, checked: groups(*a, checked=False))
+    x, delta = torch.rand(9, 20, dtype=torch.float64), torch.randn(9, 20, dtype=torch.float64)
+    eps = torch.full((9, 1), 0.5, dtype=torch.float64)
+    lower, upper = torch.zeros(9, 20, dtype=torch.float64), torch.ones(9, 20, dtype=torch.float64)
+    expected = ca.perturb(x, delta, eps, p=p)
+    outside = x.clone()
+    x[0, 3], x[1, 3], delta[2, 4], delta[3, 4] = torch.nan, torch.inf, torch.nan, -torch.inf
+    lower[4, 0], lower[5, 1], outside[6, 0] = torch.nan, 2.0, 1.5
+    eps_bad = eps.clone()
+    monkeypatch.setattr(backend, "values_of", lambda a: None)
+    eps_bad[7] = -1.0
+    x[6, 0] = 1.5
+    arguments = [a.clone().requires_grad_() for a in (x, delta, eps_bad, lower, upper)]
+    v = ca.perturb(*arguments[:3], p=p, bounds=tuple(arguments[3:]))
+    bad = torch.tensor([0, 1, 2, 3, 4, 5, 7])
+    assert torch.isnan(v[bad]).all()
+    torch.testing.assert_close(v[8], expected[8])
+    # x outside of its bounds is clipped into them first, and the distance measured from there.
+    moved = v[6] - x[6].clamp(0, 1)
+    torch.testing.assert_close(torch.linalg.vector_norm(moved, p), eps[6, 0])
+    bars = torch.autograd.grad(v.sum(), arguments)
+    for bar in bars[:2]:
+        assert torch.isnan(bar[bad]).all()
+        assert torch.isfinite(bar[[6, 8]]).all()
+    assert torch.isnan(ca.reach(x, delta, p=p, bounds=(lower, upper))[:6]).all()
+    assert torch.isfinite(ca.reach(x, delta, p=p, bounds=(lower, upper))[6:]).all()
+
+
+def test_half_precision_gradients():
+    for dtype in (torch.float16, torch.bfloat16):
+        x, delta = torch.rand(3, 50).to(dtype).requires_grad_(), torch.randn(3, 50).to(dtype).requires_grad_()
+        ca.perturb(x, delta, 1.0).float().pow(2).sum().backward()
+        wide = [a.detach().double().requires_grad_() for a in (x, delta)]
+        ca.perturb(*wide, 1.0).pow(2).sum().backward()
+        for mine, exact in zip((x, delta), wide, strict=True):
+            assert mine.grad.dtype == dtype
+            torch.testing.assert_close(mine.grad.double(), exact.grad, rtol=0.02, atol=0.02)
+
+
+def test_saves_only_inputs_and_a_number_per_row():
+    x, delta = torch.rand(8, 3 * 64 * 64), torch.randn(8, 3 * 64 * 64, requires_grad=True)
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        ca.perturb(x, delta, 3.0)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+    given = {t.untyped_storage().data_ptr() for t in (x, delta)}
+    assert sum(size for pointer, size in storages.items() if pointer not in given) <= 8 * 64
+
+
+def test_threads():
+    x, delta = torch.rand(64, 3000), torch.randn(64, 3000)
+    expected = ca.perturb(x, delta, 5.0)
+    in_numpy = ca.perturb(x.numpy(), delta.numpy(), 5.0)
+    failures = []
+
+    def work():
+        for _ in range(5):
+            if not torch.equal(ca.perturb(x, delta, 5.0), expected):
+                failures.append("torch")
+            if not np.array_equal(ca.perturb(x.numpy(), delta.numpy(), 5.0), in_numpy):
+                failures.append("numpy")
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("p", [1, 2, 3.5, math.inf])
+def test_cuda(p):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        x, delta = torch.rand(16, 3000).to(dtype), torch.randn(16, 3000).to(dtype)
+        eps = (ca.reach(x, delta, p=p) * torch.linspace(0.05, 0.95, 16)[:, None]).double()
+        cpu, gpu = [a.clone().requires_grad_() for a in (x, delta)], [a.cuda().requires_grad_() for a in (x, delta)]
+        v, w = ca.perturb(*cpu, eps, p=p), ca.perturb(*gpu, eps.cuda(), p=p)
+        close = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+        torch.testing.assert_close(w.cpu(), v, rtol=0, atol=close)
+        moved = torch.linalg.vector_norm(w.double() - gpu[0].double(), p, dim=1)
+        torch.testing.assert_close(
+            moved.cpu(), torch.linalg.vector_norm(v.double() - x.double(), p, dim=1), rtol=1e-6, atol=0
+        )
+        w.sum().backward()
+        v.sum().backward()
+        torch.testing.assert_close(gpu[1].grad.cpu(), cpu[1].grad, rtol=0.05, atol=max(close, 1e-5) * 10)
+        bad = x.cuda()
+        bad[3, 5] = torch.nan
+        w = ca.perturb(bad, delta.cuda(), eps.cuda(), p=p)
+        assert torch.isnan(w[3]).all()
+        assert torch.isfinite(w[4:]).all()
+        with pytest.raises(ca.UnreachableError):
+            ca.perturb(*gpu, eps.cuda() * 100, p=p, unreachable="raise")

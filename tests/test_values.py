@@ -1,0 +1,204 @@
+"""The norm that was asked for is the norm that is delivered."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+import clipaware as ca
+from clipaware import _math
+from oracle import directions, mp_rescale, norm64
+
+ORDERS = [1, 1.3, 2, 3, 10, 50, math.inf]
+KINDS = ["gaussian", "cauchy", "lognormal", "tied"]
+SHARES = np.array([0.02, 0.3, 0.7, 0.99, 0.9995])
+
+
+def problem(kind, n, dtype, scale=1.0, seed=0):
+    """One row per share of the reach."""
+    rng = np.random.default_rng(seed)
+    x = rng.random((len(SHARES), n)).astype(dtype)
+    delta = (directions(kind, len(SHARES), n, seed) * scale).astype(dtype)
+    return x, delta
+
+
+def assert_norm(v, x, eps, p, kind):
+    """The bar: 2e-14 in float64 and 3e-7 in float32, plus what an array of that dtype cannot hold.
+
+    That is half of the step that the norm takes as the element that moves most goes from one number to the next, or as
+    all of those do that move by the same amount.
+    """
+    moves = np.abs(v.astype(float) - x)
+    spacing = np.spacing(np.abs(v).max(axis=1)).astype(float)
+    together = x.shape[1] ** (1 / p) if kind == "tied" else (moves.max(axis=1) / eps) ** (p - 1 if p < math.inf else 0)
+    allowed = (2e-14 if v.dtype == np.float64 else 3e-7) + spacing / 2 * together / eps
+    error = np.abs(norm64(v, x, p) / eps - 1)
+    assert (error <= allowed).all(), (error, allowed)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("p", ORDERS)
+@pytest.mark.parametrize("n", [1, 2, 7, 784, 20_000])
+def test_norm(be, n, p, kind, dtype):
+    scales = [1e-30, 1.0, 1e30] if dtype == "float32" else [1e-150, 1.0, 1e150]
+    for scale in scales if n < 10_000 else [1.0]:
+        x, delta = problem(kind, n, dtype, scale)
+        eps = np.asarray(be.reach(x, delta, p=p, dtype=dtype), np.float64)[:, 0] * SHARES
+        x, delta, eps = x[eps > 0], delta[eps > 0], eps[eps > 0]
+        v = be.perturb(x, delta, eps, p=p, dtype=dtype)
+        assert v.dtype == x.dtype
+        assert (v >= 0).all()
+        assert (v <= 1).all()
+        assert_norm(v, x, eps, p, kind)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, math.inf])
+def test_norm_of_long_rows(be, p):
+    x, delta = problem("gaussian", 1_500_000, "float32")
+    eps = np.asarray(be.reach(x, delta, p=p, dtype="float32"), np.float64)[:, 0] * SHARES
+    assert_norm(be.perturb(x, delta, eps, p=p, dtype="float32"), x, eps, p, "gaussian")
+
+
+def test_norm_of_ten_million(be):
+    rng = np.random.default_rng(0)
+    x, delta = rng.random((1, 10_000_000), np.float32), rng.standard_cauchy((1, 10_000_000)).astype(np.float32)
+    for eps in (0.01, 500.0):
+        v = be.perturb(x, delta, eps, dtype="float32")
+        assert abs(norm64(v, x, 2)[0] / eps - 1) <= 3e-7
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("p", ORDERS)
+def test_small_eps(be, p, dtype):
+    x, delta = problem("gaussian", 3000, dtype)
+    for bounds, scale in (((0, 1), 1), ((0, 255), 255)):
+        x = x * np.asarray(scale, dtype)
+        v = be.perturb(x, delta, 0.01, p=p, bounds=bounds, dtype=dtype)
+        assert_norm(v, x, np.full(len(x), 0.01), p, "gaussian")
+
+
+@pytest.mark.parametrize("p", [1, 1.3, 2, 3, 10, 50, math.inf])
+def test_against_mpmath(be, p):
+    rng = np.random.default_rng(3)
+    x, delta = rng.random((6, 12)), directions("lognormal", 6, 12, 4)
+    delta[:, 3] = 0
+    x[:, 5] = 0.0
+    x[:, 6] = 1.0
+    eps = be.reach(x, delta, p=p)[:, 0] * np.array([0.01, 0.2, 0.6, 0.9, 0.99, 0.999])
+    eta, v = be.rescale(x, delta, eps, p=p)[:, 0], be.perturb(x, delta, eps, p=p)
+    for i in range(6):
+        eta_mp, v_mp = mp_rescale(x[i], delta[i], eps[i], p, 0.0, 1.0)
+        # Near the reach eta is ill-conditioned, v is not.
+        assert abs(eta[i] / float(eta_mp) - 1) < 1e-12
+        np.testing.assert_allclose(v[i], np.array(v_mp, float), rtol=0, atol=2e-15)
+
+
+@pytest.mark.parametrize("p", [1, 2, 2.5, math.inf])
+@pytest.mark.parametrize("mode", ["equal", "at_most", "at_least"])
+def test_modes(be, mode, p):
+    rng = np.random.default_rng(0)
+    x, delta = rng.random((8, 50)), rng.standard_normal((8, 50)) * 0.3
+    plain = norm64(np.clip(x + delta, 0, 1), x, p)
+    eps = np.minimum(
+        plain * np.array([0.5, 0.9, 0.999, 1.0, 1.001, 1.1, 1.3, 1.5]), 0.99 * ca.reach(x, delta, p=p)[:, 0]
+    )
+    v, eta = be.perturb(x, delta, eps, p=p, mode=mode), be.rescale(x, delta, eps, p=p, mode=mode)[:, 0]
+    expected = {"equal": eps, "at_most": np.minimum(eps, plain), "at_least": np.maximum(eps, plain)}[mode]
+    np.testing.assert_allclose(norm64(v, x, p), expected, rtol=2e-14)
+    if mode != "equal":
+        alone = plain < eps * (1 - 1e-12) if mode == "at_most" else plain > eps * (1 + 1e-12)
+        assert alone.sum() >= 3
+        assert (eta[alone] == 1).all()
+        np.testing.assert_array_equal(v[alone], np.clip(x + delta, 0, 1)[alone])
+
+
+@pytest.mark.parametrize("p", [1, 2, 7.5, math.inf])
+def test_reach_is_reachable(be, p):
+    rng = np.random.default_rng(0)
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        x, delta = (
+            np.asarray(be.numpy(be.array(a, dtype)), float) for a in (rng.random((20, 300)), rng.normal(size=(20, 300)))
+        )
+        reach = be.reach(x, delta, p=p, dtype=dtype)
+        assert reach.dtype == (np.float64 if dtype == "float64" else np.float32)
+        corner = np.where(delta > 0, 1.0, np.where(delta < 0, 0.0, x))
+        np.testing.assert_allclose(reach[:, 0], norm64(corner, x, p), rtol=3e-7 if dtype != "float64" else 1e-14)
+        v = be.perturb(x, delta, reach[:, 0], p=p, dtype=dtype, unreachable="raise")
+        # The error's room is a few ulp: what is left to move is next to nothing.
+        assert np.abs(norm64(np.asarray(v, float), x, p) / reach[:, 0] - 1).max() < (
+            1e-3 if dtype == "bfloat16" else 1e-4
+        )
+
+
+def count_passes(monkeypatch):
+    counts = []
+    solve = _math.solve
+
+    def counted(*args, **options):
+        found = solve(*args, **options)
+        counts.append(found.passes)
+        return found
+
+    monkeypatch.setattr(_math, "solve", counted)
+    return counts
+
+
+def test_number_of_passes(monkeypatch):
+    counts = count_passes(monkeypatch)
+    for kind in KINDS:
+        for p in ORDERS[:-1]:
+            for n in (7, 784, 20_000):
+                x, delta = problem(kind, n, "float32")
+                eps = ca.reach(x, delta, p=p)[:, 0].astype(float) * SHARES
+                for row in range(len(SHARES)):
+                    ca.perturb(x[row], delta[row], eps[row], p=p)
+                    ca.rescale(x[row], delta[row], eps[row], p=p)
+    assert np.mean(counts) < 8
+    assert max(counts) <= 64
+
+
+@pytest.mark.parametrize("p", [1, 2, 10])
+@pytest.mark.parametrize("ratio", [1.5, 10.0, 1e3])
+def test_geometric_breakpoints(be, monkeypatch, ratio, p):
+    counts = count_passes(monkeypatch)
+    count = min(100, int(280 / math.log10(ratio)))
+    delta = ratio ** -np.arange(count, dtype=float)[None]
+    x = np.full((1, count), 0.5)
+    for share in (0.3, 0.9, 0.99, 0.9999):
+        eps = be.reach(x, delta, p=p)[0, 0] * share
+        v = be.perturb(x, delta, eps, p=p)
+        assert abs(norm64(v, x, p)[0] / eps - 1) <= 2e-14
+    assert max(counts) <= 64
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("p", [1, 1.5, 2, 6, 20, math.inf])
+@pytest.mark.parametrize("kind", ["gaussian", "cauchy"])
+def test_eta_and_reachability_near_the_reach(be, kind, p, dtype):
+    """Where the polish of perturb would hide a wrong eta."""
+    shares = np.array([0.5, 0.99, 0.999, 0.9999, 1.0, 1.0001, 1.001, 1.01])
+    rng = np.random.default_rng(7)
+    x = rng.random((len(shares), 3000)).astype(dtype)
+    delta = directions(kind, len(shares), 3000, 7).astype(dtype)
+    corner = np.where(delta < 0, 0.0, 1.0)
+    reach = norm64(corner, x, p)
+    eps = reach * shares
+    eta = be.rescale(x, delta, eps, p=p, dtype=dtype).astype(float)
+    v = np.clip(x.astype(float) + eta * delta.astype(float), 0, 1)
+    np.testing.assert_allclose(norm64(v, x, p), np.minimum(eps, reach), rtol=1e-6 if dtype == "float32" else 2e-14)
+    missed = np.isnan(be.rescale(x, delta, eps, p=p, dtype=dtype, unreachable="nan"))[:, 0]
+    np.testing.assert_array_equal(missed, shares > 1)
+
+
+def test_every_backend_agrees(be):
+    rng = np.random.default_rng(5)
+    x, delta = rng.random((7, 3, 9, 9)), rng.standard_normal((7, 3, 9, 9))
+    eps = rng.uniform(0.5, 3, 7)
+    for dtype, atol in (("float64", 1e-15), ("float32", 3e-7)):
+        for p in (1.0, 2.0, 4.5, math.inf):
+            v = be.perturb(x, delta, eps, p=p, dtype=dtype)
+            expected = ca.perturb(x.astype(dtype), delta.astype(dtype), eps, p=p)
+            np.testing.assert_allclose(v, expected, rtol=0, atol=atol)
