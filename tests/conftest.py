@@ -13,9 +13,11 @@ import torch
 from hypothesis import settings
 
 import clipaware as ca
+from clipaware._backends import torch as torch_backend
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("default")
+torch.set_num_threads(1)  # the tests themselves run side by side
 
 NUMPY_DTYPES = {
     "float16": np.dtype(np.float16),
@@ -70,9 +72,13 @@ def _torch_gradients(x: Any, delta: Any, eps: Any, lower: Any, upper: Any, g: An
 BACKENDS = {
     "numpy": Backend("numpy", lambda a, dtype: np.array(a).astype(NUMPY_DTYPES[dtype]), np.asarray, _numpy_gradients),
     "torch": Backend("torch", _to_torch, _from_torch, _torch_gradients),
+    # As on other devices: PyTorch's own operations instead of NumPy on the same memory.
+    "torch-operations": Backend("torch-operations", _to_torch, _from_torch, _torch_gradients),
 }
 
 
 @pytest.fixture(params=BACKENDS.values(), ids=BACKENDS.keys())
-def be(request: pytest.FixtureRequest) -> Backend:
+def be(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
+    if request.param.name == "torch-operations":
+        monkeypatch.setattr(torch_backend, "_numpy_can", lambda x: False)
     return request.param  # type: ignore[no-any-return]

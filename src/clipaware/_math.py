@@ -295,31 +295,45 @@ def extrapolated(be: Backend, p: float, naive: Array, root: Array, a: Array, c: 
     return naive * be.minimum(be.maximum(guess, first), 2 * first - 1)
 
 
+def curved(be: Backend, p: float, T: Array, root: Array, slope: Array, before: tuple[Array, Array]) -> Array:
+    """A better guess than Newton's `root` from T: with the curvature that the last two slopes show."""
+    last_T, last_slope = before
+    change = (root / T) ** p - 1
+    distance = 1 - (last_T / T) ** p
+    bend = be.where(abs(distance) > 1e-6, (last_slope / slope - 1) / be.where(abs(distance) > 1e-6, distance, 1.0), 0.0)
+    return T * (1 + change + be.minimum(be.maximum(bend * change, -1.0), 1.0) * change / 2) ** (1 / p)
+
+
 def newton(
-    passes: Passes, start: Array, target: Array, settled: float, total: Array | None = None
+    passes: Passes, start: Array, target: Array, settled: float, done: Array, total: Array | None = None
 ) -> tuple[Array, Array, Array, Array, int]:
     """Solve ``sum min(T*d, w)^p = target`` from `start`, any T > 0; if that is the naive T, `total` is sum(d^p).
 
-    A Newton step from anywhere lands left of the root or on it, and from the left they increase to it. Returns T, the
-    `top` that its unit belongs to, C, where everything is clipped and that is not enough, and the number of passes.
+    A Newton step from anywhere lands left of the root or on it, and from the left they increase to it. Each is improved
+    by what the passes before it tell of the slope, and the last is Newton's own, once the clipped set stays the same.
+    Rows that are `done` stay as they are, so that no row depends on the others of its group. Returns T, the `top` that
+    its unit belongs to, C, where everything is clipped and that is not enough, and the number of passes.
     """
     be, p, top, tiny = passes.rows.be, passes.rows.p, passes.rows.top, passes.rows.numerics.tiny
-    T, lo, count = start, start * (0.0 if total is None else 1.0), 0
-    while count < NEWTON_PASSES:
-        A, C = passes.sums(T, top)
-        if be.any_true((A < tiny) | (C >= target)):
-            break
-        T, before, count = ((target - C) / A) ** (1 / p) / passes.unit(top), T, count + 1
-        lo = T
-        if count == 1 and total is not None:
-            T = extrapolated(be, p, before, T, A / total, C / target)
-        if not be.any_true(abs(T - before) > settled * T):
-            return T, top, C, T < 0, count
-    return guarded_newton(passes, T, lo, target, settled, count)
+    zero = top * 0
+    T, lo, C, count, before = start, zero if total is None else start, zero, 0, None
+    while be.any_true(~done):
+        A, C_here = passes.sums(T, top)
+        C = be.where(done, C, C_here)
+        if count == NEWTON_PASSES or be.any_true(((A < tiny) | (C >= target)) & ~done):
+            return guarded_newton(passes, T, lo, C, done, target, settled, count + 1)
+        lo = root = ((target - C) / A) ** (1 / p) / passes.unit(top)
+        if before is not None:
+            root = curved(be, p, T, root, A, before)
+        elif total is not None:
+            root = extrapolated(be, p, T, root, A / total, C / target)
+        root = be.where(done, T, root)
+        done, before, T, count = done | (abs(root - T) <= settled * root), (T, A), root, count + 1
+    return T, top, C, zero > 0, count
 
 
 def guarded_newton(
-    passes: Passes, T: Array, lo: Array, target: Array, settled: float, count: int
+    passes: Passes, T: Array, lo: Array, C: Array, done: Array, target: Array, settled: float, count: int
 ) -> tuple[Array, Array, Array, Array, int]:
     """Newton for rows that need more care: a start too far right, targets out of reach, sums that underflow, and
     breakpoints in geometric progression, which take a bracket and every other pass a bisection of it. `lo` is not right
@@ -329,7 +343,7 @@ def guarded_newton(
     def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
         count, T, top, lo, hi, from_left, C_old, short_old, done = state
         A, C = passes.sums(T, top)
-        near, to_near, short = top, T * 0 + 1.0, T < 0
+        near, to_near, short = top, top * 0 + 1.0, top < 0
         lost = (A < numerics.tiny) & ~done
         if be.any_true(lost):
             # The sums have lost elements to underflow: once more, in units of the largest that is not clipped.
@@ -369,8 +383,8 @@ def guarded_newton(
             done | stay | arrived | closed,
         )
 
-    no = T < 0
-    state = (count, T, passes.rows.top, lo, lo * 0 + be.HUGE, T <= lo, lo * 0, no, no)
+    top = passes.rows.top
+    state = (count, T, top, lo, top * 0 + be.HUGE, T <= lo, C, top < 0, done)
     state = be.loop(step, state, NEWTON_PASSES)
     count, T, top, lo, hi, from_left, C, short, done = state
     if be.any_true(~done):
@@ -383,13 +397,13 @@ def guarded_newton(
     return T, top, C, short, count
 
 
-def sample_start(passes: Passes, n: int) -> Array:
+def sample_start(passes: Passes, n: int, done: Array) -> Array:
     """Newton's start on long rows: the solution of a sample of contiguous runs."""
     rows, be = passes.rows, passes.rows.be
     sample = Passes(rows._replace(tiles=[(slice(None), be.runs(n, SAMPLE_RUNS, SAMPLE_RUN), -1)], keep=True))
     share = SAMPLE_RUNS * SAMPLE_RUN / n
     first = sample.naive()[0] * share ** (1 / rows.p)
-    T, top, _, short, _ = newton(sample, first, passes.target * share, 0.01)
+    T, top, _, short, _ = newton(sample, first, passes.target * share, 0.01, done)
     return be.where(short | (top < rows.top), first, T)
 
 
@@ -397,11 +411,12 @@ def solve(rows: Rows, n: int, mode: str, settled: float) -> Solution:
     """The scale of every row, and what became of it."""
     be, p, numerics = rows.be, rows.p, rows.numerics
     is_zero, at_zero = rows.top <= 0, rows.eps <= 0
+    still = is_zero | at_zero
     rows = rows._replace(eps=be.where(at_zero, 1.0, rows.eps), top=be.where(is_zero, 1.0, rows.top))
     passes = Passes(rows)
     if p < math.inf:
-        start, total = passes.naive() if n < SAMPLE_FROM else (sample_start(passes, n), None)
-        T, top, C, short, count = newton(passes, start, passes.target, settled, total)
+        start, total = passes.naive() if n < SAMPLE_FROM else (sample_start(passes, n, still), None)
+        T, top, C, short, count = newton(passes, start, passes.target, settled, still, total)
         unreachable = short & (C < passes.target * (1 - 8 * p * numerics.ulp))
     else:
         largest = passes.largest_with_room()
@@ -415,7 +430,6 @@ def solve(rows: Rows, n: int, mode: str, settled: float) -> Solution:
     held = K > m if mode == "at_most" else K < m if mode == "at_least" else K < 0
     if mode == "at_most":
         unreachable = unreachable & ~held
-    still = is_zero | at_zero
     # Held rows take delta as it is; rows that stay take nothing of it.
     held = held & ~unreachable & ~still
     status = be.where(held, HELD, REGULAR)
@@ -516,7 +530,7 @@ def polish(
             at_hi,
             best,
             gap,
-            done | closed | (gap <= close),
+            done | closed | (gap <= close + 1 - edge),
         )
 
     def rounded(K: Array) -> Array:

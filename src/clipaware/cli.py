@@ -255,8 +255,14 @@ def _installed() -> dict[str, str]:
 def _kernels(installed: dict[str, str]) -> dict[str, str]:
     """What computes on each kind of array, and why that."""
     why = "this version of clipaware has no compiled kernels"
-    torch = f"PyTorch operations ({why})" if "torch" in installed else "none (torch is not installed)"
-    return {"NumPy arrays": f"NumPy operations ({why})", "PyTorch tensors": torch}
+    absent = "none (torch is not installed)"
+    return {
+        "NumPy arrays": f"NumPy operations ({why})",
+        "PyTorch tensors, CPU": f"NumPy operations on their memory; bfloat16: PyTorch's ({why})"
+        if "torch" in installed
+        else absent,
+        "PyTorch tensors, else": f"PyTorch operations ({why})" if "torch" in installed else absent,
+    }
 
 
 def _print_pairs(pairs: dict[str, str]) -> None:

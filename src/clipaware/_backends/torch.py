@@ -1,4 +1,4 @@
-"""PyTorch: plain tensor operations on any device, and the derivatives in closed form.
+"""PyTorch: derivatives in closed form around a solver of plain tensor operations, or on a CPU of NumPy's.
 
 Eagerly, an ``autograd.Function`` whose backward runs on blocks of rows and saves nothing but the inputs and a number
 or two per row. Dynamo does not take a Function with forward mode, so under ``torch.compile`` the solve is one opaque
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from clipaware import _check, _math
+from clipaware._backends import numpy as host
 from clipaware._math import DOUBLE, SINGLE, Block, Numerics, Rows
 
 Array = Any
@@ -254,6 +255,11 @@ def _numerics(x: Array) -> Numerics:
     return DOUBLE if x.dtype == torch.float64 else SINGLE
 
 
+def _numpy_can(x: Array) -> bool:
+    """Whether NumPy sees this tensor's memory, and solves it with less overhead for each operation."""
+    return bool(x.device.type == "cpu" and x.dtype != torch.bfloat16)
+
+
 def _groups(*problem: Any) -> Any:
     x = problem[0]
     on_cpu = x.device.type == "cpu"
@@ -266,6 +272,9 @@ def _solved(
 ) -> tuple[Array, Array, Array]:
     """v (empty unless `write`), eta and status, of tensors whose values are at hand."""
     x, delta, eps, lower, upper = (a.detach() for a in (x, delta, eps, lower, upper))
+    if _numpy_can(x):
+        v, eta, status = host.solve(x.numpy(), delta.numpy(), eps.numpy(), lower.numpy(), upper.numpy(), p, mode, write)
+        return torch.from_numpy(v) if write else x.new_empty(0), torch.from_numpy(eta), torch.from_numpy(status)
     rows, n = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if write else x.new_empty(0)
     eta = torch.zeros((rows, 1), dtype=_wide(x), device=x.device)

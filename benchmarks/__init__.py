@@ -1,0 +1,1 @@
+"""What is measured, and the one runner that measures it: ``python -m benchmarks``."""

@@ -1,0 +1,35 @@
+"""The README's Python runs, and prints what it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+README = Path(__file__).parent.parent / "README.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+def test_there_is_one_for_numpy_and_one_for_torch():
+    assert [("numpy" in block, "torch" in block) for block in BLOCKS] == [(True, False), (False, True)]
+
+
+def test_numpy(capsys):
+    names: dict = {}
+    exec(BLOCKS[0], names)
+    printed = capsys.readouterr().out.splitlines()
+    assert f"# {printed[0]}" in BLOCKS[0]
+    assert printed[1].split()[:4] == ["sample", "eps", "eta", "norm"]
+    assert abs(names["w"] - names["x"]).max() == pytest.approx(8 / 255, rel=1e-14)
+
+
+def test_torch():
+    names: dict = {}
+    torch._dynamo.reset()
+    exec(BLOCKS[1], names)
+    moved = torch.linalg.vector_norm((names["v"] - names["x"]).flatten(1).double(), dim=1)
+    np.testing.assert_allclose(moved.detach(), 5.0, rtol=3e-7)
+    assert names["delta"].grad.abs().sum() > 0
