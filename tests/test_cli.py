@@ -194,7 +194,7 @@ def test_env_names_unusual_distributions(monkeypatch: pytest.MonkeyPatch, capsys
     assert ["pillow", "9.6"] in lines
     assert ["ml_dtypes", "9.9"] in lines
     assert ["torch", "not installed"] in lines
-    assert ["PyTorch", "tensors  none (torch is not installed)"] in lines
+    assert ["PyTorch", "tensors, CPU   none (torch is not installed)"] in lines
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
