@@ -321,3 +321,13 @@ def test_cuda(p):
         assert torch.isfinite(w[4:]).all()
         with pytest.raises(ca.UnreachableError):
             ca.perturb(*gpu, eps.cuda() * 100, p=p, unreachable="raise")
+
+
+def test_a_bad_eps_under_a_transform_is_nan_and_not_silence():
+    x, delta = torch.rand(3, 5), torch.randn(3, 5)
+    v = torch.func.vmap(lambda a, b, e: ca.perturb(a, b, e))(x, delta, torch.tensor([0.1, -1.0, torch.nan]))
+    assert torch.isfinite(v[0]).all()
+    assert torch.isnan(v[1:]).all()
+    g = torch.func.grad(lambda d, e: ca.perturb(x, d, e).sum())(delta, torch.tensor([0.1, -1.0, 0.1]))
+    assert torch.isnan(g[1]).all()
+    assert torch.isfinite(g[[0, 2]]).all()

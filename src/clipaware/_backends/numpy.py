@@ -23,7 +23,7 @@ TILE = 2**17  # elements that an operation works on at a time, so that what it m
 LANE = 4096  # float32 elements that are summed in float32
 HUGE = 1e300
 WIDE_ULP = 2.0**-52
-LOOSE = 2.0**-11
+LOOSE = 2.0**-13
 
 # --- array functions --------------------------------------------------------------------------------------------------
 
@@ -303,7 +303,7 @@ def solve(
     eta, status = np.zeros((rows, 1)), np.full((rows, 1), _math.ZERO)
     half = x.dtype.itemsize == 2
     with _quick_and_quiet():
-        for part, group, _ in _groups(x, delta, eps, lower, upper, p):
+        for part, group, blank in _groups(x, delta, eps, lower, upper, p):
             found = _math.solve(group, n, mode, LOOSE if write and group.numerics is SINGLE else group.numerics.settled)
             eta[part], status[part] = found.K / found.m, found.status
 
@@ -318,6 +318,9 @@ def solve(
 
             if write:
                 _math.write(group, found, mode, store, half)
+            if blank is not None:
+                eta[part][blank] = np.nan
+                out[part][blank[:, 0]] = np.nan
     return out, eta, status
 
 
@@ -342,9 +345,18 @@ def summary(
 
 
 def vjp(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, eta: Array, status: Array, g: Array
+    x: Array,
+    delta: Array,
+    eps: Array,
+    lower: Array,
+    upper: Array,
+    p: float,
+    eta: Array,
+    status: Array,
+    g: Array,
+    h: Array | None = None,
 ) -> tuple[Array, ...]:
-    """Gradients of x, delta, eps, lower and upper; those of the bounds summed to their rows form."""
+    """Gradients of x, delta, eps and the bounds, those summed to their rows form; `h` is the cotangent of eta."""
     rows, n = x.shape
     numerics = _numerics(x)
     x_bar, delta_bar = np.empty_like(x, order="C"), np.empty_like(x, order="C")
@@ -356,8 +368,13 @@ def vjp(
             a, b, e, up = (v if v.shape[0] == 1 else v[part] for v in (lower, upper, eps, g))
             block = Block(*(np.asarray(v, _working(numerics)) for v in (x[part], delta[part], a, b)))
             parts = _math.partials(_this, block, e, eta[part], status[part], p, numerics)
-            found = _math.vjp(_this, parts, np.asarray(up, _working(numerics)), 0.0, numerics)
+            up_eta = 0.0 if h is None else h[part]
+            found = _math.vjp(_this, parts, np.asarray(up, _working(numerics)), up_eta, numerics)
             x_bar[part], delta_bar[part], c_bar, eps_bar[part] = found
+            lost = np.isnan(eta[part, 0])
+            if lost.any():
+                for bar in (x_bar[part], delta_bar[part], c_bar, eps_bar[part]):
+                    bar[lost] = np.nan
             for bar, mine in zip(bound_bars, (block.delta < 0, block.delta > 0), strict=True):
                 share = where(mine, c_bar, 0.0).astype(np.float64)
                 share = share.sum(axis=1, keepdims=True) if bar.shape[1] == 1 else share
