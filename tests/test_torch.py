@@ -331,3 +331,39 @@ def test_a_bad_eps_under_a_transform_is_nan_and_not_silence():
     g = torch.func.grad(lambda d, e: ca.perturb(x, d, e).sum())(delta, torch.tensor([0.1, -1.0, 0.1]))
     assert torch.isnan(g[1]).all()
     assert torch.isfinite(g[[0, 2]]).all()
+
+
+@pytest.mark.parametrize("p", [1.5, 2, 3, math.inf])
+def test_second_order_in_mixed_batches(p):
+    """Infinite bounds, eps = 0 and out of reach beside regular rows: finite, and the same compiled."""
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(6, 5, generator=generator, dtype=torch.float64) * 0.8 + 0.1
+    delta = torch.randn(6, 5, generator=generator, dtype=torch.float64)
+    eps = torch.tensor([0.5, 0.0, 50.0, 0.5, 0.5, 0.5], dtype=torch.float64)
+    lower, upper = torch.zeros_like(x), torch.ones_like(x)
+    lower[3], upper[3], upper[4, 0], delta[5, :2] = -torch.inf, torch.inf, torch.inf, 0
+    arguments = [a.requires_grad_() for a in (x, delta, eps)]
+    weights = torch.linspace(-1, 1, 30, dtype=torch.float64).reshape(6, 5)
+
+    def second(function):
+        first = torch.autograd.grad((function(*arguments) * weights).sum(), arguments, create_graph=True)
+        found = torch.autograd.grad(sum((g * g.detach().cos()).sum() for g in first), arguments, allow_unused=True)
+        return [torch.zeros_like(a) if g is None else g for a, g in zip(arguments, found, strict=True)]
+
+    def plain(x, delta, eps):
+        return ca.perturb(x, delta, eps, p=p, bounds=(lower, upper))
+
+    def aot(x, delta, eps):
+        return torch.compile(plain, fullgraph=True, backend="eager")(x, delta, eps)
+
+    for eager, compiled in zip(second(plain), second(aot), strict=True):
+        assert torch.isfinite(eager).all()
+        torch.testing.assert_close(compiled, eager, rtol=1e-8, atol=1e-10)
+    # At eps = 0 the slope depends on delta: d v / d eps = delta/||delta||.
+    row = [a[1].detach() for a in arguments]
+    slope = torch.func.grad(
+        lambda d: torch.func.jvp(lambda e: ca.perturb(row[0], d, e, p=p), (row[2],), (row[2] + 1,))[1][0]
+    )
+    expected = torch.func.grad(lambda d: d[0] / torch.linalg.vector_norm(d, p))(row[1])
+    torch.testing.assert_close(slope(row[1]), expected)

@@ -641,10 +641,12 @@ def partials(
         w = sign * be.cast_like(active, d) * be.narrow(1 / be.where(count > 0, count, 1.0), numerics)
     else:
         # z/eps with the sign of delta. At eps = 0 it is the limit.
-        norm = be.row_sum(power(be, be.where(free, be.constant(d), 0.0) * be.narrow(m / top, numerics), p))
+        counted = free & ~still
+        powers = power(be, be.where(counted, d * be.narrow(m / top, numerics), 1.0), p)
+        norm = be.row_sum(be.where(counted, powers, 0.0))
         limit = be.where(norm > 0, m / top / be.where(norm > 0, norm, 1.0) ** (1 / p), 0.0)
         rate = be.narrow(be.where(at_zero, limit, eta * m * wide_inv), numerics)
-        base = be.where(free, direction * rate, be.where(at_zero, 0.0, gap * inv))
+        base = be.where(free, direction * rate, be.where(free | at_zero, 0.0, gap) * inv)
         if p == 1:
             w = sign
         elif p == 2:
@@ -688,18 +690,18 @@ def implicit(
 
     With the sets of clipped and unclipped elements held fixed, eta is an explicit function of everything else.
     """
-    fixed = Block(*(be.constant(a) for a in block))
     eps0, eta0 = be.constant(eps), be.constant(eta)
-    part = partials(be, fixed, eps0, eta0, status, p, numerics)
-    direction = block.delta * be.narrow(1 / part.m, numerics)
-    c = be.bound_ahead(fixed.delta, block.lower, block.upper)
+    part = partials(be, block, eps0, eta0, status, p, numerics)
+    direction = part.direction
+    c = be.bound_ahead(block.delta, block.lower, block.upper)
     regular = (part.inverse > 0) & (status == REGULAR)
     unit = be.where(regular, eps0, 1.0)
     if p == math.inf:
-        largest = be.where(regular, be.row_sum(part.w * direction), 1.0)
-        grown = eps / unit * (be.row_sum(part.w * part.direction) / largest)
+        largest = be.where(regular, be.row_sum(be.constant(part.w) * direction), 1.0)
+        grown = eps / unit * (be.constant(largest) / largest)
     else:
-        base = be.where(part.free, direction * be.narrow(eta0 * part.m, numerics), c - block.x)
+        gap = be.where(part.free, 0.0, c - block.x)
+        base = be.where(part.free, direction * be.narrow(eta0 * part.m, numerics), gap)
         base = base * be.narrow(1 / unit, numerics)
         if p == 2:
             powers = base * base
@@ -709,7 +711,7 @@ def implicit(
             powers = be.where(positive, power(be, be.where(positive, part.sign * base, 1.0), p), 0.0)
         free = be.row_sum(be.where(part.free, powers, 0.0))
         clipped = be.row_sum(be.where(part.free, 0.0, powers))
-        share = ((eps / unit) ** p - clipped) / be.where(regular, free, 1.0)
+        share = (be.where(regular, eps / unit, 1.0) ** p - clipped) / be.where(regular, free, 1.0)
         grown = be.where(regular & (share > 0), share, 1.0) ** (1 / p)
     slope = be.where(status == AT_ZERO, part.inverse / part.m, 0.0)
     moved = be.where(regular, eta0 * grown, slope * eps)
