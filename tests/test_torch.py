@@ -323,6 +323,22 @@ def test_cuda(p):
             ca.perturb(*gpu, eps.cuda() * 100, p=p, unreachable="raise")
 
 
+def test_compiled_values_are_not_checked():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, d, e: ca.perturb(x, d, e), fullgraph=True, backend="aot_eager")
+    x, delta, eps = torch.rand(5, 8), torch.randn(5, 8), torch.full((5,), 0.5)
+    x[0, 0], x[1, 0], delta[2, 0], eps[3] = 1.5, torch.nan, torch.inf, -1.0
+    arguments = [a.requires_grad_() for a in (x, delta, eps)]
+    v = compiled(*arguments)
+    assert torch.isnan(v[1:4]).all()
+    moved = v[[0, 4]] - x[[0, 4]].clamp(0, 1)
+    torch.testing.assert_close(moved.norm(dim=1), torch.full((2,), 0.5))
+    x_bar, delta_bar, eps_bar = torch.autograd.grad(v.sum(), arguments)
+    for bar in (x_bar, delta_bar, eps_bar):
+        assert torch.isnan(bar[1:4]).all()
+        assert torch.isfinite(bar[[0, 4]]).all()
+
+
 def test_a_bad_eps_under_a_transform_is_nan_and_not_silence():
     x, delta = torch.rand(3, 5), torch.randn(3, 5)
     v = torch.func.vmap(lambda a, b, e: ca.perturb(a, b, e))(x, delta, torch.tensor([0.1, -1.0, torch.nan]))

@@ -203,6 +203,12 @@ def sensible(block: Block, top: Array) -> bool:
     return bool(((lower <= x) & (x <= upper) & np.isfinite(x)).all() and (top < np.inf).all())
 
 
+def senseless(block: Block, x: Array) -> Array:
+    """Per row, 1 where something is not finite or the bounds are not in order, else 0. `x` is not yet clipped."""
+    fine = np.isfinite(block.x) & np.isfinite(x) & np.isfinite(block.delta) & (block.lower <= block.upper)
+    return row_max((~fine).astype(np.float32))
+
+
 def explain(x: Array, delta: Array, lower: Array, upper: Array) -> None:
     digits = {"float16": 10, "float32": 23, "float64": 52}.get(str(x.dtype), 7)
     _check.values([a.astype(np.float64) for a in (x, delta, lower, upper)], 2.0**-digits)
@@ -289,21 +295,29 @@ def _quick_and_quiet() -> Iterator[None]:
         np.setbufsize(before)
 
 
-def _groups(*problem: Any) -> Any:
+def _groups(*problem: Any, checked: bool = True) -> Any:
     x = problem[0]
-    return _math.groups(_this, problem, _numerics(x), GROUP, TILE, checked=True) if x.size else ()
+    return _math.groups(_this, problem, _numerics(x), GROUP, TILE, checked=checked) if x.size else ()
 
 
 def solve(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, mode: str, write: bool
+    x: Array,
+    delta: Array,
+    eps: Array,
+    lower: Array,
+    upper: Array,
+    p: float,
+    mode: str,
+    write: bool,
+    checked: bool = True,
 ) -> tuple[Array, Array, Array]:
-    """v (None unless `write`), eta and status."""
+    """v (None unless `write`), eta and status. Bad values raise if they are `checked`, and else make their row NaN."""
     rows, n = x.shape
     out: Array = np.empty_like(x, order="C") if write else None
     eta, status = np.zeros((rows, 1)), np.full((rows, 1), _math.ZERO)
     half = x.dtype.itemsize == 2
     with _quick_and_quiet():
-        for part, group, blank in _groups(x, delta, eps, lower, upper, p):
+        for part, group, blank in _groups(x, delta, eps, lower, upper, p, checked=checked):
             found = _math.solve(group, n, mode, LOOSE if write and group.numerics is SINGLE else group.numerics.settled)
             eta[part], status[part] = found.K / found.m, found.status
 
@@ -319,8 +333,10 @@ def solve(
             if write:
                 _math.write(group, found, mode, store, half)
             if blank is not None:
-                eta[part][blank] = np.nan
-                out[part][blank[:, 0]] = np.nan
+                lost = np.broadcast_to(blank, eta[part].shape)[:, 0]
+                eta[part][lost] = np.nan
+                if write:
+                    out[part][lost] = np.nan
     return out, eta, status
 
 

@@ -260,27 +260,36 @@ def _numpy_can(x: Array) -> bool:
     return bool(x.device.type == "cpu" and x.dtype != torch.bfloat16)
 
 
-def _groups(*problem: Any) -> Any:
+def _groups(*problem: Any, checked: bool = True) -> Any:
     x = problem[0]
     on_cpu = x.device.type == "cpu"
     size = GROUP if on_cpu else BATCH
-    return _math.groups(_this, problem, _numerics(x), size, size, checked=on_cpu) if x.numel() else ()
+    return _math.groups(_this, problem, _numerics(x), size, size, checked=checked and on_cpu) if x.numel() else ()
 
 
 def _solved(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, mode: str, write: bool
+    x: Array,
+    delta: Array,
+    eps: Array,
+    lower: Array,
+    upper: Array,
+    p: float,
+    mode: str,
+    write: bool,
+    checked: bool = True,
 ) -> tuple[Array, Array, Array]:
     """v (empty unless `write`), eta and status, of tensors whose values are at hand."""
     x, delta, eps, lower, upper = (a.detach() for a in (x, delta, eps, lower, upper))
     if _numpy_can(x):
-        v, eta, status = host.solve(x.numpy(), delta.numpy(), eps.numpy(), lower.numpy(), upper.numpy(), p, mode, write)
+        given = x.numpy(), delta.numpy(), eps.numpy(), lower.numpy(), upper.numpy()
+        v, eta, status = host.solve(*given, p=p, mode=mode, write=write, checked=checked)
         return torch.from_numpy(v) if write else x.new_empty(0), torch.from_numpy(eta), torch.from_numpy(status)
     rows, n = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if write else x.new_empty(0)
     eta = torch.zeros((rows, 1), dtype=_wide(x), device=x.device)
     status = torch.full((rows, 1), _math.ZERO, device=x.device)
     half = x.dtype.itemsize == 2
-    for part, group, blank in _groups(x, delta, eps, lower, upper, p):
+    for part, group, blank in _groups(x, delta, eps, lower, upper, p, checked=checked):
         found = _math.solve(group, n, mode, LOOSE if write and group.numerics is SINGLE else group.numerics.settled)
         eta[part], status[part] = found.K / found.m, found.status
 
@@ -309,7 +318,7 @@ def _solve_op(
     mode: str,
     write: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _solved(x, delta, eps, lower, upper, p, mode, write)
+    return _solved(x, delta, eps, lower, upper, p, mode, write, checked=False)
 
 
 @_solve_op.register_vmap
@@ -448,7 +457,9 @@ def solve(
         return v if write else None, eta, status
     v, eta, status = _solve_op(*(a.detach() for a in problem), p, mode, write)
     around, eta = _math.implicit(_this, _block(x, delta, lower, upper, _numerics(x)), eps, eta, status, p, _numerics(x))
-    around = around.to(x.dtype)
+    # Rows that make no sense have no derivatives either: NaN times everything there, nothing elsewhere.
+    poison = torch.where(torch.isnan(eta), torch.nan, 0.0).to(x.dtype)
+    around = around.to(x.dtype) + poison * (x + delta + eps.to(x.dtype))
     # The values are the solver's, rounding and all.
     return v + (around - around.detach()) if write else None, eta, status
 
