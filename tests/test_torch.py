@@ -168,6 +168,17 @@ def test_compile_what_surrounds_it():
         torch.testing.assert_close((v - x[:rows]).norm(dim=1), torch.full((rows,), e))
 
 
+def test_compile_symbolic_sizes():
+    torch._dynamo.reset()
+    x, delta = torch.rand(3, 5, 4), torch.randn(3, 5, 4)
+
+    def channels(x, delta):
+        return ca.rescale(x, delta, 0.3, axis=(0, 2), p=3, mode="at_most", bounds=(0, torch.ones(5, 1)))
+
+    compiled = torch.compile(channels, backend="aot_eager", fullgraph=True, dynamic=True)
+    torch.testing.assert_close(compiled(x, delta), channels(x, delta))
+
+
 EDGES = {
     "zero delta": ([0.2, 0.5, 0.7], [0.0, 0.0, 0.0], 0.1),
     "eps zero": ([0.2, 0.5, 0.7], [1.0, -1.0, 0.0], 0.0),

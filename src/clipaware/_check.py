@@ -177,7 +177,8 @@ def bounds_pair(bounds: Any) -> tuple[Any, Any]:
 
 def bound_shape(shape: tuple[int, ...], x_shape: tuple[int, ...], name: str) -> None:
     padded = (1,) * (len(x_shape) - len(shape)) + shape
-    if len(shape) > len(x_shape) or any(s not in (1, n) for s, n in zip(padded, x_shape, strict=True)):
+    # Written without `in`, which takes a number for different from every symbolic size.
+    if len(shape) > len(x_shape) or any(not (s == 1 or s == n) for s, n in zip(padded, x_shape, strict=True)):
         raise ValueError(f"{name} has shape {shape}, expected one that broadcasts to {x_shape}, the shape of x")
 
 
