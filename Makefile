@@ -36,3 +36,4 @@ bench: $(VENV)/dev.stamp
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis clipaware-demo
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,6 +13,7 @@ import torch
 from hypothesis import settings
 
 import clipaware as ca
+from clipaware._backends import numpy as numpy_backend
 from clipaware._backends import torch as torch_backend
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=60)
@@ -69,16 +70,26 @@ def _torch_gradients(x: Any, delta: Any, eps: Any, lower: Any, upper: Any, g: An
     return [a.grad.numpy() for a in inputs]
 
 
+def _to_numpy(a: Any, dtype: str) -> Any:
+    return np.array(a).astype(NUMPY_DTYPES[dtype])
+
+
 BACKENDS = {
-    "numpy": Backend("numpy", lambda a, dtype: np.array(a).astype(NUMPY_DTYPES[dtype]), np.asarray, _numpy_gradients),
+    "numpy": Backend("numpy", _to_numpy, np.asarray, _numpy_gradients),
+    # As without Numba: NumPy's own operations instead of compiled kernels.
+    "numpy-operations": Backend("numpy-operations", _to_numpy, np.asarray, _numpy_gradients),
     "torch": Backend("torch", _to_torch, _from_torch, _torch_gradients),
-    # As on other devices: PyTorch's own operations instead of NumPy on the same memory.
+    # As on other devices: PyTorch's own operations instead of NumPy's kernels on the same memory.
     "torch-operations": Backend("torch-operations", _to_torch, _from_torch, _torch_gradients),
 }
 
 
 @pytest.fixture(params=BACKENDS.values(), ids=BACKENDS.keys())
 def be(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
-    if request.param.name == "torch-operations":
+    if request.param.name == "numpy-operations":
+        monkeypatch.setattr(numpy_backend, "kernels", lambda: None)
+    elif request.param.name == "torch-operations":
         monkeypatch.setattr(torch_backend, "_numpy_can", lambda x: False)
+    else:
+        assert numpy_backend.kernels() is not None  # or these would test the operations twice
     return request.param  # type: ignore[no-any-return]

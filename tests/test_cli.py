@@ -173,13 +173,29 @@ sys.exit(code)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     *lines, imported = ran.stdout.splitlines()
-    assert imported == "imported:"
+    assert imported == "imported: numba"  # which says whether its kernels work
     shown = [line.split(maxsplit=1) for line in lines if line.startswith("  ")]
     assert ["clipaware", ca.__version__] in shown
     assert ["NumPy", np.__version__] in shown
     assert ["matplotlib", importlib.metadata.version("matplotlib")] in shown
     assert {"pillow" if name == "PIL" else name for name in FRAMEWORKS} <= {name for name, _ in shown}
-    assert any(name == "NumPy" and value.startswith("arrays") and "NumPy operations" in value for name, value in shown)
+    assert any(name == "NumPy" and "compiled by Numba, on up to" in value for name, value in shown)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_env_says_why_there_are_no_kernels(
+    installed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("clipaware._kernels.numba", "clipaware._kernels.compiled"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    if not installed:
+        monkeypatch.setattr(cli, "_installed", dict)
+    assert cli.main(["env"]) == 0
+    printed = capsys.readouterr().out
+    assert "NumPy operations (Numba" in printed
+    assert ("does not work here: import of numba" in printed) == installed
+    assert ("pip install numba" in printed) != installed
 
 
 def test_env_names_unusual_distributions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 import clipaware as ca
 from clipaware import _math
+from clipaware._backends import numpy as numpy_backend
+from clipaware._kernels import numba as kernels
 from oracle import directions, mp_rescale, norm64
 
 ORDERS = [1, 1.3, 2, 3, 10, 50, math.inf]
@@ -134,20 +136,30 @@ def test_reach_is_reachable(be, p):
 
 
 def count_passes(monkeypatch):
+    """A list that every solution adds to."""
     counts = []
-    solve = _math.solve
+    solve, compiled = _math.solve, kernels.solve
 
     def counted(*args, **options):
         found = solve(*args, **options)
         counts.append(found.passes)
         return found
 
+    def counted_per_row(*args, **options):
+        found = compiled(*args, **options)
+        counts.extend(found[3])
+        return found
+
     monkeypatch.setattr(_math, "solve", counted)
+    monkeypatch.setattr(kernels, "solve", counted_per_row)
     return counts
 
 
-def test_number_of_passes(monkeypatch):
+@pytest.mark.parametrize("compiled", [True, False])
+def test_number_of_passes(monkeypatch, compiled):
     counts = count_passes(monkeypatch)
+    if not compiled:
+        monkeypatch.setattr(numpy_backend, "kernels", lambda: None)
     for kind in KINDS:
         for p in ORDERS[:-1]:
             for n in (7, 784, 20_000):

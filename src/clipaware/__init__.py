@@ -2,6 +2,7 @@
 
 from clipaware._api import l2_clipping_aware_rescaling, perturb, perturb_vjp, reach, report, rescale
 from clipaware._check import UnreachableError
+from clipaware._kernels.threads import set_threads
 from clipaware._report import Report
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "reach",
     "report",
     "rescale",
+    "set_threads",
 ]
 __version__ = "0.1.0"

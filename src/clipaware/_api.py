@@ -36,9 +36,9 @@ class _Problem(NamedTuple):
 
     def unrows(self, a: Array) -> Array:
         """Back from (rows, n) to x's shape."""
-        a = self.be.reshape(a, tuple(self.shape[i] for i in self.order))
         if self.order == tuple(range(len(self.order))):
-            return a
+            return self.be.reshape(a, self.shape)
+        a = self.be.reshape(a, tuple(self.shape[i] for i in self.order))
         return self.be.permute(a, tuple(self.order.index(i) for i in range(len(self.order))))
 
 
@@ -53,19 +53,28 @@ def _problem(x: Any, delta: Any, eps: Any, p: Any, bounds: Any, axis: Any) -> _P
     p = _check.norm_order(p)
     shape = tuple(x.shape)
     sample = _check.sample_axes(axis, len(shape))
-    batch = tuple(i for i in range(len(shape)) if i not in sample)
+    batch = tuple([i for i in range(len(shape)) if i not in sample])
     order = batch + sample
     rows, n = math.prod([shape[i] for i in batch]), math.prod([shape[i] for i in sample])
-    kept = tuple(1 if i in sample else s for i, s in enumerate(shape))
+    kept = tuple([1 if i in sample else s for i, s in enumerate(shape)])
 
-    _check.companion(be, x, eps, "eps")
-    eps_shape: tuple[int, ...] = () if _check.is_number(eps) else tuple(eps.shape)
-    _check.eps_shape(eps_shape, tuple(shape[i] for i in batch), kept)
-    _check.eps_values(eps)
-    eps = be.reshape(be.as_eps(eps, x), (1, 1) if eps_shape == () else (rows, 1))
+    eps_shape: tuple[int, ...] = ()
+    if _check.is_number(eps):
+        _check.eps_values(eps)
+        eps = be.wide_number(eps, x)
+    else:
+        _check.companion(be, x, eps, "eps")
+        eps_shape = tuple(eps.shape)
+        _check.eps_shape(eps_shape, tuple([shape[i] for i in batch]), kept)
+        _check.eps_values(eps)
+        eps = be.reshape(be.as_eps(eps, x), (1, 1) if eps_shape == () else (rows, 1))
 
     pair, shapes = [], [eps_shape]
     for name, bound in zip(("the lower bound", "the upper bound"), _check.bounds_pair(bounds), strict=True):
+        if _check.is_number(bound):
+            pair.append(be.number(bound, x))
+            shapes.append(())
+            continue
         _check.companion(be, x, bound, name)
         bound = be.as_bound(bound, x)
         shapes.append(tuple(bound.shape))
@@ -170,28 +179,32 @@ def rescale(
     array([0.4183])
     """
     problem = _problem(x, delta, eps, p, bounds, axis)
-    _, eta, *_ = _solve(problem, mode, unreachable, write=False)
+    _, eta, _ = _solve(problem, mode, unreachable, write=False)
     return problem.be.reshape(problem.be.cast_like(eta, problem.x), problem.kept)  # type: ignore[no-any-return]
 
 
-def _solve(problem: _Problem, mode: str, unreachable: str, write: bool) -> tuple[Array, Array, Array, Array]:
-    """v (if it is to be written) and eta in rows form, where eps was out of reach, and the status of every row."""
+def _solve(problem: _Problem, mode: str, unreachable: str, write: bool) -> tuple[Array, Array, Array]:
+    """v (if it is to be written) and eta in rows form, and the status of every row."""
     _check.option(mode, _check.MODES, "mode")
     _check.option(unreachable, _check.UNREACHABLE, "unreachable")
     be = problem.be
     v, eta, status = be.solve(*problem[1:7], mode, write)
-    # Where nothing moves and something is asked for, that is out of reach too.
-    missed = (status == _math.UNREACHABLE) | ((status == _math.ZERO) & (problem.eps > 0))
     if unreachable == "maximize" or mode == "at_most":
-        return v, eta, missed, status
+        return v, eta, status
+    missed = _missed(problem, status)
     if unreachable == "nan":
-        return be.where(missed, math.nan, v) if write else v, be.where(missed, math.nan, eta), missed, status
+        return be.where(missed, math.nan, v) if write else v, be.where(missed, math.nan, eta), status
     rows = be.true_rows(missed)
     if len(rows):
         reached = be.fetch(be.reach(*problem[1:3], *problem[4:7])).ravel()[rows]
         asked = np.broadcast_to(be.fetch(problem.eps), missed.shape).ravel()[rows]
         raise _check.UnreachableError(rows, reached, asked)
-    return v, eta, missed, status
+    return v, eta, status
+
+
+def _missed(problem: _Problem, status: Array) -> Array:
+    """Where eps was out of reach; also where nothing moves and something is asked for."""
+    return (status == _math.UNREACHABLE) | ((status == _math.ZERO) & (problem.eps > 0))
 
 
 def reach(x: ArrayT, delta: ArrayT, *, p: float = 2, bounds: tuple[Any, Any] = (0, 1), axis: Any = "batch") -> ArrayT:
@@ -254,12 +267,12 @@ def report(
     """
     problem = _problem(x, delta, eps, p, bounds, axis)
     be = problem.be
-    v, eta, missed, _ = _solve(problem, mode, unreachable, write=True)
+    v, eta, status = _solve(problem, mode, unreachable, write=True)
     norm, naive_norm, clipped = be.summary(*problem[1:7], v)
     reached = be.reach(*problem[1:3], *problem[4:7])
     per_sample = be.broadcast_to(problem.eps, tuple(eta.shape))
     found = [be.result(a, problem.x) for a in (per_sample, eta, norm, naive_norm, reached, clipped)]
-    return Report(*(be.reshape(a, problem.kept) for a in (*found, ~missed)))
+    return Report(*(be.reshape(a, problem.kept) for a in (*found, ~_missed(problem, status))))
 
 
 def perturb_vjp(
@@ -302,10 +315,10 @@ def perturb_vjp(
     problem = _problem(x, delta, eps, p, bounds, axis)
     be = problem.be
     _check.same_kind(be, x, grad, "grad")
-    _, eta, missed, status = _solve(problem, mode, unreachable, write=False)
+    _, eta, status = _solve(problem, mode, unreachable, write=False)
     g = problem.rows(grad)
     if unreachable == "nan" and mode != "at_most":
-        g = be.where(missed, 0.0, g)
+        g = be.where(_missed(problem, status), 0.0, g)
     x_bar, delta_bar, eps_bar, *bound_bars = be.vjp(*problem[1:7], eta, status, g)
     eps_shape, *bound_shapes = problem.shapes
     eps_bar = be.sum_axes(eps_bar, (0, 1)) if eps_shape == () else be.reshape(eps_bar, eps_shape)

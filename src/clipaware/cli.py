@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import importlib.resources
 import io
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 import clipaware as ca
+from clipaware._kernels import threads
 
 Image = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -230,7 +232,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def env(args: argparse.Namespace) -> None:
-    """Versions, and what computes on which arrays. Reads metadata only: no framework is imported."""
+    """Versions, and what computes on which arrays. Of the frameworks it reads metadata only, and imports none."""
     versions = {"clipaware": ca.__version__, "Python": platform.python_version(), "NumPy": np.__version__}
     installed = _installed()
     versions |= {OPTIONAL[module]: installed.get(module, "not installed") for module in OPTIONAL}
@@ -254,14 +256,20 @@ def _installed() -> dict[str, str]:
 
 def _kernels(installed: dict[str, str]) -> dict[str, str]:
     """What computes on each kind of array, and why that."""
-    why = "this version of clipaware has no compiled kernels"
+    try:
+        importlib.import_module("clipaware._kernels.numba")
+        cpu = f"compiled by Numba, on up to {threads.count()} thread(s)"
+    except ImportError as error:
+        found = installed.get("numba")
+        why = f"Numba {found} does not work here: {error}" if found else "Numba is not installed: pip install numba"
+        cpu = f"NumPy operations ({why})"
     absent = "none (torch is not installed)"
     return {
-        "NumPy arrays": f"NumPy operations ({why})",
-        "PyTorch tensors, CPU": f"NumPy operations on their memory; bfloat16: PyTorch's ({why})"
+        "NumPy arrays": cpu,
+        "PyTorch tensors, CPU": cpu if "torch" in installed else absent,
+        "PyTorch tensors, else": "PyTorch operations (this version has no kernels for accelerators)"
         if "torch" in installed
         else absent,
-        "PyTorch tensors, else": f"PyTorch operations ({why})" if "torch" in installed else absent,
     }
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -209,8 +210,8 @@ def senseless(block: Block, x: Array) -> Array:
     return row_max((~fine).astype(np.float32))
 
 
-def explain(x: Array, delta: Array, lower: Array, upper: Array) -> None:
-    digits = {"float16": 10, "float32": 23, "float64": 52}.get(str(x.dtype), 7)
+def explain(x: Array, delta: Array, lower: Array, upper: Array, dtype: str | None = None) -> None:
+    digits = {"float16": 10, "float32": 23, "float64": 52}.get(dtype or str(x.dtype), 7)
     _check.values([a.astype(np.float64) for a in (x, delta, lower, upper)], 2.0**-digits)
 
 
@@ -221,8 +222,13 @@ def is_array(a: Any) -> bool:
     return isinstance(a, (np.ndarray, np.generic)) and not isinstance(a, np.ma.MaskedArray)
 
 
+@cache
+def _name(dtype: Any) -> str:
+    return str(dtype)
+
+
 def dtype_name(a: Array) -> str:
-    return str(a.dtype)
+    return _name(a.dtype)
 
 
 def device_name(a: Array) -> str:
@@ -246,8 +252,17 @@ def broadcast_to(a: Array, shape: tuple[int, ...]) -> Array:
     return np.broadcast_to(a, shape)
 
 
+def number(value: Any, like: Array) -> Array:
+    """A bound for all rows and elements."""
+    return np.array([[value]], like.dtype)
+
+
+def wide_number(value: Any, like: Array) -> Array:
+    """An eps for all rows, in float64: it is never rounded to x's dtype."""
+    return np.array([[value]], np.float64)
+
+
 def as_eps(eps: Any, like: Array) -> Array:
-    """eps in float64: it is never rounded to x's dtype."""
     return np.asarray(eps, np.float64)
 
 
@@ -300,6 +315,34 @@ def _groups(*problem: Any, checked: bool = True) -> Any:
     return _math.groups(_this, problem, _numerics(x), GROUP, TILE, checked=checked) if x.size else ()
 
 
+@cache
+def kernels() -> Any:
+    """The compiled kernels, or None if Numba is not installed or does not work with what is."""
+    try:
+        from clipaware._kernels import numba
+    except ImportError:
+        return None
+    return numba
+
+
+def _reconsidered(
+    status: Array, x: Array, delta: Array, lower: Array, upper: Array, checked: bool, dtype: str | None
+) -> tuple[Any, ...]:
+    """The rows that kernels found bad: they raise if they are `checked`, unless it is but rounding that left x outside
+    its bounds. Else they are returned to be solved with x clipped, and a way to take what belongs to them."""
+    if checked:
+        explain(x, delta, lower, upper, dtype)
+    bad = np.flatnonzero(status < 0)
+
+    def take(a: Array) -> Array:
+        return a if a.shape[0] == 1 else a[bad]
+
+    x, lower, upper = (take(a) for a in (x, lower, upper))
+    with np.errstate(invalid="ignore"):
+        clipped = np.where(np.isfinite(x), np.clip(x, lower, upper), np.nan).astype(x.dtype)
+    return bad, take, clipped, take(delta), lower, upper
+
+
 def solve(
     x: Array,
     delta: Array,
@@ -310,8 +353,23 @@ def solve(
     mode: str,
     write: bool,
     checked: bool = True,
+    dtype: str | None = None,
 ) -> tuple[Array, Array, Array]:
-    """v (None unless `write`), eta and status. Bad values raise if they are `checked`, and else make their row NaN."""
+    """v (None unless `write`), eta and status. Bad values raise if they are `checked`, and else make their row NaN.
+
+    `dtype` is what v is to be rounded to, if that is not the arrays' own: kernels round float32 to bfloat16.
+    """
+    compiled = kernels()
+    if compiled is not None and x.size:
+        v, eta, status, _ = compiled.solve(x, delta, eps, lower, upper, p, mode, write, dtype=dtype)
+        if status.min() < 0:
+            bad, take, *again = _reconsidered(status[:, 0], x, delta, lower, upper, checked, dtype)
+            problem = *again[:2], take(eps), *again[2:], p, mode, write
+            some, eta[bad], found, _ = compiled.solve(*problem, final=True, dtype=dtype)
+            status[bad] = np.where(found < 0, _math.ZERO, found)
+            if write:
+                v[bad] = some
+        return v, eta, status
     rows, n = x.shape
     out: Array = np.empty_like(x, order="C") if write else None
     eta, status = np.zeros((rows, 1)), np.full((rows, 1), _math.ZERO)
@@ -340,7 +398,14 @@ def solve(
     return out, eta, status
 
 
-def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float) -> Array:
+def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float, dtype: str | None = None) -> Array:
+    compiled = kernels()
+    if compiled is not None and x.size:
+        found, status = compiled.reach(x, delta, lower, upper, p)
+        if status.min() < 0:
+            bad, _, *again = _reconsidered(status[:, 0], x, delta, lower, upper, True, dtype)
+            found[bad] = compiled.reach(*again, p, final=True)[0]
+        return found
     found = np.zeros((x.shape[0], 1))
     with _quick_and_quiet():
         for part, group, _ in _groups(x, delta, np.ones((1, 1)), lower, upper, p):
@@ -371,9 +436,26 @@ def vjp(
     status: Array,
     g: Array,
     h: Array | None = None,
+    needs: tuple[bool, ...] = (True,) * 5,
 ) -> tuple[Array, ...]:
-    """Gradients of x, delta, eps and the bounds, those summed to their rows form; `h` is the cotangent of eta."""
+    """Gradients of x, delta, eps and the bounds, those summed to their rows form; `h` is the cotangent of eta.
+
+    What is not needed may be None instead.
+    """
     rows, n = x.shape
+    compiled = kernels()
+    if compiled is not None and x.size:
+        bars = (needs[0], needs[1], needs[3] or needs[4])
+        x_bar, delta_bar, c_bar, sums, eps_bar = compiled.vjp(x, delta, eps, lower, upper, p, eta, status, g, h, bars)
+        low_bar = high_bar = None
+        if sums is not None:
+            low_bar, high_bar = (
+                bar if len(bound) == rows else bar.sum(axis=0, keepdims=True)
+                for bar, bound in ((sums[:, :1], lower), (sums[:, 1:], upper))
+            )
+        elif c_bar is not None:
+            low_bar, high_bar = _of_bound(c_bar, lower, delta < 0), _of_bound(c_bar, upper, delta > 0)
+        return x_bar, delta_bar, eps_bar, low_bar, high_bar
     numerics = _numerics(x)
     x_bar, delta_bar = np.empty_like(x, order="C"), np.empty_like(x, order="C")
     eps_bar = np.zeros((rows, 1))
@@ -398,6 +480,12 @@ def vjp(
                     share.sum(axis=0, keepdims=True) if bar.shape[0] == 1 else share
                 )
     return x_bar, delta_bar, eps_bar, *bound_bars
+
+
+def _of_bound(c_bar: Array, bound: Array, mine: Array) -> Array:
+    """The part of the bounds' gradient that is one bound's own, summed to its rows form."""
+    axes = tuple(axis for axis in (0, 1) if bound.shape[axis] == 1)
+    return np.sum(c_bar, axis=axes, dtype=np.float64, keepdims=True, where=mine) if axes else np.where(mine, c_bar, 0.0)
 
 
 _this = sys.modules[__name__]

@@ -191,6 +191,13 @@ def _is_traced(a: Array) -> bool:
     return torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(a)
 
 
+def _is_differentiated(tensors: tuple[Array, ...]) -> bool:
+    """Whether anything may ask for derivatives; if not, there is no need for a Function and its overhead."""
+    if torch.autograd.forward_ad._current_level >= 0 or any(_is_traced(a) for a in tensors):
+        return True
+    return torch.is_grad_enabled() and any(a.requires_grad for a in tensors)
+
+
 def values_of(a: Array) -> Any:
     """The array for its values to be checked; None where that would wait for a device or a trace."""
     return None if _is_traced(a) or a.device.type != "cpu" else fetch(a.double())
@@ -220,8 +227,17 @@ def ndim(a: Array) -> int:
     return int(a.ndim)
 
 
+def number(value: Any, like: Array) -> Array:
+    """A bound for all rows and elements."""
+    return torch.full((1, 1), value, dtype=like.dtype, device=like.device)
+
+
+def wide_number(value: Any, like: Array) -> Array:
+    """An eps for all rows, in float64: it is never rounded to x's dtype."""
+    return torch.full((1, 1), value, dtype=_wide(like), device=like.device)
+
+
 def as_eps(eps: Any, like: Array) -> Array:
-    """eps in float64: it is never rounded to x's dtype."""
     return _as_tensor(eps, _wide(like), like)
 
 
@@ -256,8 +272,17 @@ def _numerics(x: Array) -> Numerics:
 
 
 def _numpy_can(x: Array) -> bool:
-    """Whether NumPy sees this tensor's memory, and solves it with less overhead for each operation."""
-    return bool(x.device.type == "cpu" and x.dtype != torch.bfloat16)
+    """Whether NumPy's backend takes this tensor: its kernels, or its operations with less overhead than PyTorch's.
+
+    NumPy has no bfloat16 of its own, but kernels know how to round to it.
+    """
+    return bool(x.device.type == "cpu" and (x.dtype != torch.bfloat16 or host.kernels() is not None))
+
+
+def _on_host(a: Array) -> Any:
+    """The tensor's own memory, or a float32 copy of bfloat16."""
+    a = a.detach()
+    return (a.float() if a.dtype == torch.bfloat16 else a).numpy()
 
 
 def _groups(*problem: Any, checked: bool = True) -> Any:
@@ -279,11 +304,13 @@ def _solved(
     checked: bool = True,
 ) -> tuple[Array, Array, Array]:
     """v (empty unless `write`), eta and status, of tensors whose values are at hand."""
-    x, delta, eps, lower, upper = (a.detach() for a in (x, delta, eps, lower, upper))
     if _numpy_can(x):
-        given = x.numpy(), delta.numpy(), eps.numpy(), lower.numpy(), upper.numpy()
-        v, eta, status = host.solve(*given, p=p, mode=mode, write=write, checked=checked)
-        return torch.from_numpy(v) if write else x.new_empty(0), torch.from_numpy(eta), torch.from_numpy(status)
+        on = _on_host
+        problem = on(x), on(delta), on(eps), on(lower), on(upper)
+        v, eta, status = host.solve(*problem, p, mode, write, checked, dtype_name(x))
+        out = torch.from_numpy(v).to(x.dtype) if write else x.new_empty(0)
+        return out, torch.from_numpy(eta), torch.from_numpy(status)
+    x, delta, eps, lower, upper = (a.detach() for a in (x, delta, eps, lower, upper))
     rows, n = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if write else x.new_empty(0)
     eta = torch.zeros((rows, 1), dtype=_wide(x), device=x.device)
@@ -408,9 +435,10 @@ def _backward(saved: Any, p: float, g: Any, h: Any, needs: Any) -> list[Any]:
     ):
         return _bars(saved, p, g, h, needs)
     if _numpy_can(x):
-        given = [a.detach().numpy() for a in saved]
-        up = np.zeros((1, 1), given[0].dtype) if g is None else g.detach().numpy()
-        found = host.vjp(*given[:5], p, *given[5:], up, None if h is None else h.detach().numpy())  # type: ignore[call-arg]
+        given = [_on_host(a) for a in saved]
+        up = np.zeros((1, 1), given[0].dtype) if g is None else _on_host(g)
+        down = None if h is None else _on_host(h)
+        found = host.vjp(*given[:5], p, *given[5:], up, down, needs)  # type: ignore[call-arg]
         return [
             torch.from_numpy(bar).sum_to_size(a.shape).to(a.dtype) if need else None
             for bar, a, need in zip(found, saved[:5], needs[:5], strict=True)
@@ -453,7 +481,8 @@ def solve(
     """v (None unless `write`), eta and status."""
     problem = x, delta, eps, lower, upper
     if not torch.compiler.is_compiling():
-        v, eta, status = _Perturb.apply(*problem, p, mode, write)  # type: ignore[no-untyped-call]
+        function = _Perturb.apply if _is_differentiated(problem) else _solved
+        v, eta, status = function(*problem, p, mode, write)
         return v if write else None, eta, status
     v, eta, status = _solve_op(*(a.detach() for a in problem), p, mode, write)
     around, eta = _math.implicit(_this, _block(x, delta, lower, upper, _numerics(x)), eps, eta, status, p, _numerics(x))
@@ -473,6 +502,9 @@ def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float) -> Array
         everything = (slice(None), slice(None), 0)
         rows = Rows(_this, lambda _: block, [everything], True, eps, p, eps, _numerics(x))
         return torch.where(senseless(block, x) > 0, torch.nan, _math.reach(rows))
+    if _numpy_can(x):
+        problem = _on_host(x), _on_host(delta), _on_host(lower), _on_host(upper)
+        return torch.from_numpy(host.reach(*problem, p, dtype_name(x)))
     found = torch.zeros((x.shape[0], 1), dtype=_wide(x), device=x.device)
     for part, group, blank in _groups(x, delta, eps, lower, upper, p):
         found[part] = _math.reach(group)
@@ -485,6 +517,10 @@ def summary(
     x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, v: Array
 ) -> tuple[Array, Array, Array]:
     """Of v: norm, naive norm and share of elements at their bounds."""
+    if _numpy_can(x):
+        on = _on_host
+        norm, naive, clipped = host.summary(on(x), on(delta), on(eps), on(lower), on(upper), p, on(v))
+        return torch.from_numpy(norm), torch.from_numpy(naive), torch.from_numpy(clipped)
     x, delta, eps, lower, upper, v = (a.detach() for a in (x, delta, eps, lower, upper, v))
     rows, n = x.shape
     found = torch.zeros((3, rows, 1), dtype=_wide(x), device=x.device)

@@ -1,0 +1,352 @@
+"""What is measured: a registry of cases, each of which yields rows (what, of what, how much)."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import clipaware as ca
+from clipaware._backends import numpy as backend
+from clipaware.reference import naive_perturb
+
+Row = dict[str, Any]
+Times = dict[str, tuple[float, float, float]]
+CASES: dict[str, Callable[[bool], Iterator[Row]]] = {}
+
+SIZES = (1, 784), (256, 3072), (64, 150_528), (1, 10_000_000)
+
+
+def case(function: Callable[[bool], Iterator[Row]]) -> Callable[[bool], Iterator[Row]]:
+    """Register a case under its function's name."""
+    CASES[function.__name__] = function
+    return function
+
+
+def timed(functions: dict[str, Callable[[], Any]], repeats: int) -> Times:
+    """Lower quartile, median and upper quartile in milliseconds, the functions taking turns in random order."""
+    taken: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        function()
+    rng = np.random.default_rng(0)
+    for _ in range(repeats):
+        for name in rng.permutation(list(functions)):
+            start = time.perf_counter()
+            functions[name]()
+            taken[name].append(1e3 * (time.perf_counter() - start))
+    quartiles = {name: np.quantile(times, [0.25, 0.5, 0.75]) for name, times in taken.items()}
+    return {name: (float(q[0]), float(q[1]), float(q[2])) for name, q in quartiles.items()}
+
+
+def time_rows(times: Times, **where: Any) -> Iterator[Row]:
+    for name, (low, median, high) in times.items():
+        yield {**where, "variant": name, "quantity": "time", "value": median, "low": low, "high": high, "unit": "ms"}
+
+
+def ratio(times: Times, over: str, under: str, **where: Any) -> Row:
+    value = times[over][1] / times[under][1]
+    return {**where, "variant": f"{over} / {under}", "quantity": "ratio", "value": value, "unit": ""}
+
+
+def problem(rows: int, n: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    return rng.random((rows, n), np.float32), rng.standard_normal((rows, n), np.float32)
+
+
+def usual_eps(n: int, p: float) -> float:
+    """A quarter of what a perturbation as large as the box has on average."""
+    return 0.25 * (n / (p + 1)) ** (1 / p) if p < math.inf else 0.25
+
+
+def norm64(v: Any, x: Any, p: float) -> Any:
+    z = np.abs(v.astype(np.float64) - x)
+    return z.max(axis=1) if p == math.inf else ((z / z.max()) ** p).sum(axis=1) ** (1 / p) * z.max()
+
+
+def paper_code() -> Any:
+    """The published code, in the copy that Foolbox carries."""
+    from foolbox.external import clipping_aware_rescaling
+
+    return clipping_aware_rescaling.l2_clipping_aware_rescaling
+
+
+@case
+def numpy_speed(quick: bool) -> Iterator[Row]:
+    """perturb on NumPy beside a plain addition, naive scaling and the paper's code (Foolbox's copy); float32, p = 2."""
+    paper = paper_code()
+    for (rows, n), repeats in zip(SIZES, (300, 30, 9, 5), strict=True):
+        x, delta = problem(rows, n)
+        eps, out = usual_eps(n, 2), np.empty_like(x)
+        one = (x[0], delta[0]) if rows == 1 else (x, delta)
+        functions: dict[str, Callable[[], Any]] = {
+            "clipaware": lambda: ca.perturb(*one, eps),  # noqa: B023
+            "clipaware, eta alone": lambda: ca.rescale(*one, eps),  # noqa: B023
+            "floor": lambda: np.add(x, delta, out=out),  # noqa: B023
+            "naive": lambda: naive_perturb(x, delta, eps),  # noqa: B023
+            "paper": lambda: np.clip(x + paper(x, delta, eps) * delta, 0, 1),  # noqa: B023
+        }
+        where: Row = {"rows": rows, "n": n, "dtype": "float32", "p": 2}
+        times = timed(functions, 2 if quick else repeats)
+        yield from time_rows(times, **where)
+        for pair in (("clipaware", "floor"), ("naive", "clipaware"), ("paper", "clipaware")):
+            yield ratio(times, *pair, **where)
+        for name in ("clipaware", "naive", "paper"):
+            error = np.abs(norm64(functions[name]().reshape(rows, n), x, 2) / eps - 1).max()
+            yield {**where, "variant": name, "quantity": "norm error", "value": error, "unit": "of eps"}
+
+
+@case
+def without_numba(quick: bool) -> Iterator[Row]:
+    """The same without compiled kernels: what NumPy's own operations do."""
+    paper, kernels = paper_code(), backend.kernels
+    for (rows, n), repeats in (((256, 3072), 20), ((64, 150_528), 7)):
+        x, delta = problem(rows, n)
+        eps = usual_eps(n, 2)
+        try:
+            backend.kernels = lambda: None  # type: ignore[assignment]
+            times = timed(
+                {
+                    "clipaware": lambda: ca.perturb(x, delta, eps),  # noqa: B023
+                    "clipaware, eta alone": lambda: ca.rescale(x, delta, eps),  # noqa: B023
+                    "paper": lambda: np.clip(x + paper(x, delta, eps) * delta, 0, 1),  # noqa: B023
+                    "paper, eta alone": lambda: paper(x, delta, eps),  # noqa: B023
+                },
+                2 if quick else repeats,
+            )
+        finally:
+            backend.kernels = kernels
+        where = {"rows": rows, "n": n, "dtype": "float32", "p": 2}
+        yield from time_rows(times, **where)
+        for suffix in ("", ", eta alone"):
+            yield ratio(times, f"paper{suffix}", f"clipaware{suffix}", **where)
+
+
+@case
+def norms(quick: bool) -> Iterator[Row]:
+    """perturb by the order of the norm, beside p = 2; NumPy, float32."""
+    rows, n = 64, 150_528
+    x, delta = problem(rows, n)
+    orders = (1, 1.5, 2, 2.7, 3, 4, 10, math.inf)
+    functions: dict[str, Callable[[], Any]] = {
+        f"p = {p:g}": partial(ca.perturb, x, delta, usual_eps(n, p), p=p) for p in orders
+    }
+    times = timed(functions, 2 if quick else 11)
+    for p in orders:
+        where = {"rows": rows, "n": n, "dtype": "float32", "p": p}
+        name = f"p = {p:g}"
+        yield from time_rows({name: times[name]}, **where)
+        yield ratio(times, name, "p = 2", **where)
+        error = np.abs(norm64(functions[name](), x, p) / usual_eps(n, p) - 1).max()
+        yield {**where, "variant": name, "quantity": "norm error", "value": error, "unit": "of eps"}
+
+
+@case
+def torch_speed(quick: bool) -> Iterator[Row]:
+    """PyTorch on the CPU: forward, and forward and backward to delta, beside naive scaling and the paper's code."""
+    import torch
+
+    paper = paper_code()
+    for (rows, n), repeats in (((256, 3072), 15), ((64, 150_528), 5)):
+        x, delta = (torch.from_numpy(a) for a in problem(rows, n))
+        leaf, g = delta.clone().requires_grad_(), torch.ones(rows, n)
+        eps, in_numpy = usual_eps(n, 2), (x.numpy(), delta.numpy())
+
+        def naive(delta: Any) -> Any:
+            return torch.clamp(x + eps / delta.norm(dim=1, keepdim=True) * delta, 0, 1)  # noqa: B023
+
+        def published(delta: Any) -> Any:
+            return torch.clamp(x + paper(x, delta, eps) * delta, 0, 1)  # noqa: B023
+
+        def exact(delta: Any) -> Any:
+            return ca.perturb(x, delta, eps)  # noqa: B023
+
+        def both_ways(function: Any) -> Any:
+            return lambda: torch.autograd.grad(function(leaf), leaf, g)  # noqa: B023
+
+        functions: dict[str, Callable[[], Any]] = {
+            "clipaware": lambda: exact(delta),  # noqa: B023
+            "clipaware on NumPy": lambda: ca.perturb(*in_numpy, eps),  # noqa: B023
+            "naive": lambda: naive(delta),  # noqa: B023
+            "paper": lambda: published(delta),  # noqa: B023
+            "clipaware, and backward": both_ways(exact),
+            "naive, and backward": both_ways(naive),
+            "paper, and backward": both_ways(published),
+        }
+        where = {"rows": rows, "n": n, "dtype": "float32", "p": 2}
+        times = timed(functions, 2 if quick else repeats)
+        yield from time_rows(times, **where)
+        yield ratio(times, "clipaware", "clipaware on NumPy", **where)
+        for suffix in ("", ", and backward"):
+            for other in ("naive", "paper"):
+                yield ratio(times, f"{other}{suffix}", f"clipaware{suffix}", **where)
+
+
+def compared(rows: int, n: int, repeats: int) -> Iterator[Row]:
+    """Times for the plots."""
+    x, delta = problem(rows, n)
+    eps, out, paper = usual_eps(n, 2), np.empty_like(x), paper_code()
+    functions: dict[str, Callable[[], Any]] = {
+        "clipaware": lambda: ca.perturb(x, delta, eps),
+        "floor": lambda: np.add(x, delta, out=out),
+        "naive": lambda: naive_perturb(x, delta, eps),
+        "paper": lambda: np.clip(x + paper(x, delta, eps) * delta, 0, 1),
+    }
+    yield from time_rows(timed(functions, repeats), rows=rows, n=n, dtype="float32", p=2)
+
+
+@case
+def by_length(quick: bool) -> Iterator[Row]:
+    """Time against the length of 16 rows; NumPy, float32, p = 2."""
+    for n in 4 ** np.arange(3, 8 if quick else 11):
+        yield from compared(16, int(n), 2 if quick else 5 if n > 10**5 else 15)
+
+
+@case
+def by_rows(quick: bool) -> Iterator[Row]:
+    """Time against the number of rows of 3072 elements; NumPy, float32, p = 2."""
+    for rows in 4 ** np.arange(0, 4 if quick else 7):
+        yield from compared(int(rows), 3072, 2 if quick else 5 if rows > 500 else 15)
+
+
+@case
+def memory(quick: bool) -> Iterator[Row]:
+    """The most memory that a new process has in use during a call, beyond its inputs, over the size of the result."""
+    code = """if True:
+    import resource, sys, numpy as np, clipaware as ca
+    framework, rows, n = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    rng = np.random.default_rng(0)
+    x, delta = rng.random((rows, n), np.float32), rng.standard_normal((rows, n), np.float32)
+    if framework == "torch":
+        import torch
+        x, delta = torch.from_numpy(x), torch.from_numpy(delta)
+    ca.perturb(x[:, :10], delta[:, :10], 0.1)
+    ca.perturb(x[:1, : n // 2], delta[:1, : n // 2], 0.1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    v = ca.perturb(x, delta, 0.25 * (n / 3) ** 0.5)
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / (4 * rows * n))
+    """
+    for framework in ("numpy", "torch"):
+        for rows, n in SIZES[2:]:
+            command = [sys.executable, "-c", code, framework, str(rows), str(n)]
+            share = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            where = {"rows": rows, "n": n, "dtype": "float32", "p": 2}
+            yield {**where, "variant": framework, "quantity": "peak memory", "value": share, "unit": "of the result"}
+
+
+@case
+def first_call(quick: bool) -> Iterator[Row]:
+    """The first call of a new process, beyond its imports: with nothing in Numba's cache, and with."""
+    code = """if True:
+    import sys, time, numpy as np, numba, clipaware as ca
+    x, delta = np.full((4, 3000), 0.5, np.float32), np.ones((4, 3000), np.float32)
+    start = time.perf_counter()
+    ca.perturb(x, delta, 3.0, p=float(sys.argv[1]))
+    print(time.perf_counter() - start)
+    """
+    for p in (2,) if quick else (1, 2, 2.7, math.inf):
+        with tempfile.TemporaryDirectory() as empty:
+            for name in ("cold cache", "warm cache"):
+                command, environment = [sys.executable, "-c", code, str(p)], os.environ | {"NUMBA_CACHE_DIR": empty}
+                run = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+                yield {"variant": name, "p": p, "quantity": "time", "value": float(run.stdout), "unit": "s"}
+
+
+@case
+def many_threads(quick: bool) -> Iterator[Row]:
+    """16 Python threads that call perturb at once, beside the same calls one after another."""
+    for rows, n, calls in ((256, 3072, 10), (8, 150_528, 4)):
+        x, delta = problem(rows, n)
+        eps = usual_eps(n, 2)
+
+        def work(calls: int = calls) -> None:
+            for _ in range(calls):
+                ca.perturb(x, delta, eps)  # noqa: B023
+
+        def at_once() -> None:
+            workers = [threading.Thread(target=work) for _ in range(16)]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+
+        times = timed({"at once": at_once, "in turn": lambda: work(16 * calls)}, 2 if quick else 9)  # noqa: B023
+        where = {"rows": rows, "n": n, "dtype": "float32", "p": 2}
+        yield from time_rows(times, **where)
+        yield ratio(times, "at once", "in turn", **where)
+
+
+def directions(kind: str, rows: int, n: int, rng: np.random.Generator) -> Any:
+    """Gaussian, heavy-tailed and tied directions."""
+    signs = rng.choice([-1.0, 1.0], (rows, n))
+    if kind == "gaussian":
+        return rng.standard_normal((rows, n))
+    if kind == "cauchy":
+        return rng.standard_cauchy((rows, n))
+    if kind == "lognormal":
+        return rng.lognormal(0, 3, (rows, n)) * signs
+    return rng.choice([1.0, 2.0, 5.0], (rows, n)) * signs
+
+
+@case
+def accuracy(quick: bool) -> Iterator[Row]:
+    """Worst norm error and number of passes, over directions, norms, sizes and 2% to 99.95% of the reach."""
+    sizes = (784, 20_000) if quick else (1, 7, 784, 20_000, 150_528, 10_000_000)
+    compiled = backend.kernels()
+    for dtype in ("float32", "float64"):
+        for kind in ("gaussian", "cauchy", "lognormal", "tied"):
+            for p in (1, 1.3, 2, 3, 10, 50, math.inf):
+                worst, where, counts = 0.0, {}, []
+                for n in sizes:
+                    rng = np.random.default_rng(0)
+                    x, delta = rng.random((1, n)).astype(dtype), directions(kind, 1, n, rng).astype(dtype)
+                    reach = float(ca.reach(x, delta, p=p)[0, 0])
+                    for share in (0.02, 0.9995) if n > 10**6 else (0.02, 0.3, 0.7, 0.99, 0.9995):
+                        eps = share * reach
+                        if n > 10**6 and (p not in (1, 2, math.inf) or kind == "lognormal"):
+                            continue
+                        v = ca.perturb(x, delta, eps, p=p)
+                        lower, upper = np.zeros((1, 1), dtype), np.ones((1, 1), dtype)
+                        counts.extend(
+                            compiled.solve(x, delta, np.array([[eps]]), lower, upper, float(p), write=True)[3]
+                        )
+                        # Less the half spacing of v that no array of this dtype can avoid.
+                        spacing = np.spacing(np.abs(v).max()) / 2
+                        moved = np.abs(v.astype(float) - x).max() / eps
+                        tied = n ** (1 / p) if kind == "tied" else moved ** (p - 1 if p < math.inf else 0)
+                        error = abs(float(norm64(v, x, p)[0]) / eps - 1) - float(spacing / eps * tied)
+                        if error > worst:
+                            worst, where = error, {"n": n}
+                row = {"dtype": dtype, "p": p, "variant": kind, **where}
+                quantity = "worst norm error beyond the dtype's spacing"
+                yield {**row, "quantity": quantity, "value": worst, "unit": "of eps"}
+                if p < math.inf:
+                    mean, most = float(np.mean(counts)), float(max(counts))
+                    yield {
+                        **row,
+                        "quantity": "passes, mean and most",
+                        "value": mean,
+                        "low": mean,
+                        "high": most,
+                        "unit": "",
+                    }
+
+
+@case
+def import_time(quick: bool) -> Iterator[Row]:
+    """What ``import clipaware`` takes beyond ``import numpy``, in new processes."""
+
+    def taken() -> float:
+        code = "import numpy, time; t = time.perf_counter(); import clipaware; print(time.perf_counter() - t)"
+        return 1e3 * float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout)
+
+    low, median, high = np.quantile([taken() for _ in range(3 if quick else 11)], [0.25, 0.5, 0.75])
+    yield {"variant": "import clipaware", "quantity": "time", "value": median, "low": low, "high": high, "unit": "ms"}

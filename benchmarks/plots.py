@@ -1,0 +1,80 @@
+"""What the results look like: the table of the README, and time against length and against rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+Results = dict[str, list[dict[str, str]]]
+
+STYLES = {
+    "paper": ("the paper's code", "tab:orange", "s"),
+    "naive": ("naive scaling", "tab:red", "^"),
+    "clipaware": ("clipaware", "tab:blue", "o"),
+    "floor": ("np.add(x, delta, out=...)", "0.5", "."),
+}
+
+
+def value(results: Results, case: str, rows: int, n: int, variant: str, quantity: str = "ratio") -> float:
+    wanted = {"rows": str(rows), "n": str(n), "variant": variant, "quantity": quantity}
+    return next(float(row["value"]) for row in results[case] if all(row[k] == v for k, v in wanted.items()))
+
+
+def table(results: Results) -> str:
+    """In Markdown. How many times faster clipaware is, and what it delivers, in one run."""
+    if not (results["numpy_speed"] and results["torch_speed"]):
+        return ""
+    lines = [
+        "| float32, p = 2, CPU | faster than naive scaling | faster than the paper's code | time of a plain addition "
+        "| norm error: clipaware | paper's code | naive |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for rows, n in ((1, 784), (256, 3072), (64, 150_528), (1, 10_000_000)):
+
+        def number(variant: str, quantity: str = "ratio", rows: int = rows, n: int = n) -> float:
+            return value(results, "numpy_speed", rows, n, variant, quantity)
+
+        errors = (f"{number(name, 'norm error'):.0e}" for name in ("clipaware", "paper", "naive"))
+        lines.append(
+            f"| NumPy, {rows:,} x {n:,} | {number('naive / clipaware'):.1f}x | {number('paper / clipaware'):.0f}x "
+            f"| {number('clipaware / floor'):.1f}x | {' | '.join(errors)} |"
+        )
+    for rows, n in ((256, 3072), (64, 150_528)):
+        for suffix, name in (("", ""), (", and backward", ", forward and backward")):
+            ratios = [
+                value(results, "torch_speed", rows, n, f"{other}{suffix} / clipaware{suffix}")
+                for other in ("naive", "paper")
+            ]
+            lines.append(f"| PyTorch, {rows:,} x {n:,}{name} | {ratios[0]:.1f}x | {ratios[1]:.0f}x | | | | |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(results: Results, folder: Path) -> list[Path]:
+    """Time per element against length and against rows, as far as they have been measured."""
+    if not (results["by_length"] and results["by_rows"]):
+        return []
+    from matplotlib.figure import Figure
+
+    figure: Any = Figure(figsize=(10, 4), dpi=110, layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    panels = (("by_length", "n", "elements in each of 16 rows"), ("by_rows", "rows", "rows of 3072 elements"))
+    for axis, (case, column, label) in zip(axes, panels, strict=True):
+        for variant, (name, colour, marker) in STYLES.items():
+            rows = [row for row in results[case] if row["variant"] == variant]
+            where = [int(row[column]) for row in rows]
+            per_element = [1e6 / (int(row["rows"]) * int(row["n"])) for row in rows]
+            low, middle, high = (
+                [float(row[key]) * scale for row, scale in zip(rows, per_element, strict=True)]
+                for key in ("low", "value", "high")
+            )
+            axis.plot(where, middle, color=colour, marker=marker, markersize=5, label=name)
+            axis.fill_between(where, low, high, color=colour, alpha=0.2, linewidth=0)
+        axis.set(xscale="log", yscale="log", xlabel=label)
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("nanoseconds per element")
+    axes[1].legend(frameon=False)
+    figure.suptitle(f"NumPy, float32, p = 2 ({results['by_length'][0]['device']}); medians and quartiles")
+    path = folder / "speed.png"
+    figure.savefig(path)
+    return [path]

@@ -1,0 +1,1 @@
+"""Compiled kernels: leaves that allocate, launch and return. No checks, no derivatives of derivatives."""

@@ -1,0 +1,231 @@
+"""Numba on the CPU: how the compiled code of ``compiled.py`` is launched, over threads where that pays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from clipaware._kernels import threads
+from clipaware._kernels.compiled import (
+    ANY_ORDER,
+    DONE,
+    LANE,
+    MAXIMA,
+    MODES,
+    ORDERS,
+    REACHED,
+    RULES,
+    SAMPLE,
+    SOLVED,
+    STATE,
+    advance_row,
+    begin_row,
+    pull_rows,
+    sample_row,
+    solve_rows,
+    sweep_part,
+)
+from clipaware._math import DOUBLE, SINGLE
+
+Array = Any
+
+LOOSE = 2.0**-12  # where Newton may stop if the array is measured as it is written
+GROUP = 2**20  # elements converted at a time, of arrays that compiled code does not take as they are
+GRIDS = {np.dtype(np.float64): 0, np.dtype(np.float32): 0, np.dtype(np.float16): 1}
+BFLOAT16 = 2
+LONG = 2**18  # rows from this length on are swept by several threads
+LARGE = 2**17  # batches from this size on are split over several threads
+
+
+def launch(kernel: Any, *arguments: Any) -> Any:
+    """Call a kernel. At its first call it is compiled and written to the cache, and a full disk does not matter."""
+    try:
+        return kernel(*arguments)
+    except OSError:
+        return kernel(*arguments)
+
+
+@lru_cache(maxsize=256)
+def rules_for(n: int, p: float, task: int, mode: str, write: bool, grid: int, single: bool, final: bool) -> Array:
+    numerics = SINGLE if single else DOUBLE
+    settled = LOOSE if single and write else numerics.settled
+    limits = numerics.ulp, numerics.tiny, settled, numerics.settled, numerics.close
+    return np.array([(n, task, MODES[mode], write, grid, single, final, p, *limits)], RULES)
+
+
+def launch_rows(kernel: Any, arrays: tuple[Any, ...], piece: tuple[int, int]) -> None:
+    launch(kernel, *arrays, *piece)
+
+
+def split(rows: int, n: int) -> list[tuple[int, int]]:
+    """Blocks of rows, in one piece if they are not worth a thread."""
+    pieces = min(rows, 2 * threads.count()) if rows * n >= LARGE and threads.count() > 1 else 1
+    return [(rows * k // pieces, rows * (k + 1) // pieces) for k in range(pieces)]
+
+
+def is_easy(a: Array, dtype: Any) -> bool:
+    """Whether compiled code takes this array as it is: in C order, writable, aligned, of that dtype.
+
+    What is read only is another type to Numba, and would be compiled for once more.
+    """
+    return bool(a.flags.carray and a.dtype == dtype)
+
+
+def easy(a: Array, dtype: Any) -> Array:
+    return a if is_easy(a, dtype) else np.array(a, dtype, order="C")
+
+
+def easy_bounds(lower: Array, upper: Array, n: int, dtype: Any) -> tuple[Array, Array]:
+    """Both one number per row, or both one per element."""
+    if lower.shape[1] == upper.shape[1] == 1:
+        return easy(lower[:, 0], dtype), easy(upper[:, 0], dtype)
+    return easy(np.broadcast_to(lower, (len(lower), n)), dtype), easy(np.broadcast_to(upper, (len(upper), n)), dtype)
+
+
+def groups(rows: int, n: int) -> Iterator[slice]:
+    """Rows that are converted together."""
+    height = max(1, GROUP // n)
+    return (slice(start, start + height) for start in range(0, rows, height))
+
+
+def some(a: Array, part: slice, rows: int) -> Array:
+    """What belongs to some of the rows, of something that has one per row or one for all."""
+    return a if len(a) == 1 < rows else a[part]
+
+
+def solve(
+    x: Array,
+    delta: Array,
+    eps: Array,
+    lower: Array,
+    upper: Array,
+    p: float,
+    mode: str = "equal",
+    write: bool = False,
+    final: bool = False,
+    task: int = SOLVED,
+    dtype: str | None = None,
+) -> tuple[Array, Array, Array, Array]:
+    """v (None unless `write`), eta, status and passes. Rows of status BAD are not solved; if `final`, they are LOST.
+
+    `dtype` is what v is rounded to, if that is not x's own.
+    """
+    rows, n = x.shape
+    working = np.float64 if x.dtype == np.float64 else np.float32
+    grid = BFLOAT16 if dtype == "bfloat16" else GRIDS.get(x.dtype, BFLOAT16)
+    rules = rules_for(n, p, task, mode, write, grid, working is np.float32, final)
+    if is_easy(x, working) and is_easy(delta, working):
+        return _solve_easy(x, delta, easy(eps, np.float64), *easy_bounds(lower, upper, n, working), rules, p, write)
+    out = np.empty((rows, n), x.dtype) if write else None
+    eta, status, passes = np.empty((rows, 1)), np.empty((rows, 1), np.int64), np.empty(rows, np.int64)
+    for part in groups(rows, n):
+        low, high = (some(bound, part, rows) for bound in (lower, upper))
+        problem = easy(x[part], working), easy(delta[part], working), easy(some(eps, part, rows), np.float64)
+        found = _solve_easy(*problem, *easy_bounds(low, high, n, working), rules, p, write)
+        v, eta[part], status[part], passes[part] = found
+        if out is not None:
+            out[part] = v
+    return out, eta, status, passes
+
+
+def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float, final: bool = False) -> tuple[Array, Array]:
+    """The reach and the status, as above."""
+    return solve(x, delta, np.ones((1, 1)), lower, upper, p, final=final, task=REACHED)[1:3]
+
+
+def _solve_easy(
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, rules: Array, p: float, write: bool
+) -> tuple[Array, Array, Array, Array]:
+    rows, n = x.shape
+    out = np.empty((rows, n), x.dtype) if write else x
+    eta, info = np.empty((rows, 1)), np.empty((2, rows), np.int64)
+    arrays = x, delta, lower, upper, eps, out, eta, info, rules, ORDERS.get(p, ANY_ORDER)
+    if n >= LONG and rows < 2 * threads.count() > 2:
+        _solve_long(*arrays)
+    else:
+        threads.run(partial(launch_rows, solve_rows, arrays), split(rows, n))
+    return out if write else None, eta, info[0].reshape(rows, 1), info[1]
+
+
+def _solve_long(
+    x: Array,
+    delta: Array,
+    lower: Array,
+    upper: Array,
+    eps: Array,
+    out: Array,
+    eta: Array,
+    info: Array,
+    rules: Array,
+    order: Any,
+) -> None:
+    """Few long rows: one after the other, each sweep in parts."""
+    n, states = x.shape[1], np.zeros(2, STATE)
+    pieces = 4 * threads.count()
+    edges = [n * k // pieces // LANE * LANE for k in range(pieces)] + [n]
+    found = np.empty((pieces, 4))
+    for i in range(x.shape[0]):
+
+        def work(k: int, i: int = i) -> None:
+            ends = edges[k], edges[k + 1]
+            found[k] = launch(sweep_part, x, delta, lower, upper, out, i, *ends, states, rules, order)
+
+        launch(begin_row, states, eps[i if len(eps) > 1 else 0, 0], lower, upper, i, rules)
+        while (want := states["want"][0]) != DONE:
+            if want == SAMPLE:
+                launch(sample_row, x, delta, lower, upper, i, states, rules, order)
+            else:
+                threads.run(work, range(pieces))
+                largest = want in MAXIMA or rules["p"][0] == math.inf
+                u, w = found[:, :2].max(axis=0) if largest else found[:, :2].sum(axis=0)
+                launch(advance_row, states, u, w, *found[:, 2:].max(axis=0), lower, upper, i, rules)
+        eta[i, 0], info[0, i], info[1, i] = (states[name][0] for name in ("eta", "status", "count"))
+
+
+def vjp(
+    x: Array,
+    delta: Array,
+    eps: Array,
+    lower: Array,
+    upper: Array,
+    p: float,
+    eta: Array,
+    status: Array,
+    g: Array,
+    h: Array | None,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Array, ...]:
+    """Gradients of x, delta and the bound ahead of each element, the sums of that over a row for each bound, and the
+    gradient of eps. None for what is not needed; of the bounds one of the two, sums if each is a number per row."""
+    rows, n = x.shape
+    working = np.float64 if x.dtype == np.float64 else np.float32
+    in_sum = lower.shape[1] == upper.shape[1] == 1
+    wanted = needs[0], needs[1], needs[2] and not in_sum
+    bars: list[Array] = [np.empty((rows, n), x.dtype) if want else None for want in wanted]
+    bound_sums, eps_bar = np.empty((rows if needs[2] and in_sum else 0, 2)), np.empty((rows, 1))
+    rules = rules_for(n, p, SOLVED, "equal", False, 0, working is np.float32, False)
+    g = g if g.shape[1] == n else np.full((len(g), n), g, working)
+    h = np.empty((0, 1)) if h is None else h
+    direct = all(is_easy(a, working) for a in (x, delta, g))
+    for part in [slice(0, rows)] if direct else groups(rows, n):
+        problem = [easy(some(a, part, rows), working) for a in (x, delta)]
+        bounds = easy_bounds(some(lower, part, rows), some(upper, part, rows), n, working)
+        per_row = easy(some(eps, part, rows), np.float64), easy(eta[part], np.float64), easy(status[part], np.int64)
+        pulled = easy(some(g, part, rows), working), easy(h[part], np.float64)
+        height = len(problem[0])
+        mine = [
+            bar if direct and want else np.empty((height if want else 0, n), working)
+            for bar, want in zip(bars, wanted, strict=True)
+        ]
+        found = tuple(mine), bound_sums[part], eps_bar[part]
+        arrays = *problem, *bounds, *per_row, *pulled, *found, rules, ORDERS.get(p, ANY_ORDER)
+        threads.run(partial(launch_rows, pull_rows, arrays), split(height, n))
+        if not direct:
+            for bar, some_of_it in zip(bars, mine, strict=True):
+                if bar is not None:
+                    bar[part] = some_of_it
+    return *bars, bound_sums if bound_sums.size else None, eps_bar

@@ -1,0 +1,118 @@
+"""Threads for compiled code, which does not hold the interpreter's lock."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
+
+_lock = threading.Lock()
+_pool: ThreadPoolExecutor | None = None
+
+
+def _cores() -> int:
+    """Those that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_count = _cores()
+_idle = _count - 1  # threads of the pool that are not at work for a call
+
+
+def count() -> int:
+    """How many threads a call may use."""
+    return _count
+
+
+def set_threads(number: int | None) -> None:
+    """Set how many threads a call may use on the CPU.
+
+    Results do not depend on it. Calls that are too small to gain from threads do not use any, and calls from several
+    Python threads at once share them. One is right where processes work side by side, as in a data loader's workers:
+    ``DataLoader(..., worker_init_fn=lambda _: clipaware.set_threads(1))``.
+
+    Parameters
+    ----------
+    number
+        At least 1; or None for as many as this process has cores, as at the start.
+
+    Examples
+    --------
+    >>> import clipaware as ca
+    >>> ca.set_threads(1)
+    >>> ca.set_threads(None)
+    """
+    global _count, _idle, _pool
+    if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+        raise ValueError(f"number is {number!r}, expected a positive int or None")
+    with _lock:
+        before, _count = _count, _cores() if number is None else number
+        _idle, _pool = _idle + _count - before, None
+
+
+def _forget() -> None:
+    """In a forked child: its parent's threads did not come along, and its lock may be held for ever."""
+    global _idle, _lock, _pool
+    _idle, _lock, _pool = _count - 1, threading.Lock(), None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def run(work: Callable[[Any], None], pieces: Sequence[Any]) -> None:
+    """Call ``work(piece)`` for every piece, each taken by whoever is free: this thread, or one of the pool's.
+
+    Where all of those are busy with other calls this thread does the whole work, so that calls from many threads do not
+    wait for one another.
+    """
+    if len(pieces) == 1:
+        return work(pieces[0])
+    left, taking = iter(pieces), threading.Lock()
+
+    def drain() -> None:
+        while True:
+            with taking:
+                piece = next(left, None)
+            if piece is None:
+                return
+            work(piece)
+
+    helpers = _submitted(drain, len(pieces) - 1)
+    try:
+        drain()
+    finally:
+        for helper in helpers:
+            if not helper.cancel():
+                helper.result()
+        _returned(len(helpers))
+    return None
+
+
+def _submitted(work: Callable[[], None], most: int) -> list[Future[None]]:
+    """What threads that nobody uses have been given to do: nothing, if there are none."""
+    global _pool, _idle
+    with _lock:
+        number = min(most, _idle)
+        if number < 1:
+            return []
+        if _pool is None:
+            from concurrent.futures import ThreadPoolExecutor
+
+            _pool = ThreadPoolExecutor(_count - 1, "clipaware")
+        try:
+            futures = [_pool.submit(work) for _ in range(number)]
+        except RuntimeError:  # the interpreter is shutting down
+            return []
+        _idle -= number
+        return futures
+
+
+def _returned(number: int) -> None:
+    global _idle
+    with _lock:
+        _idle += number
