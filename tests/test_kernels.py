@@ -95,6 +95,7 @@ def test_a_long_row_in_parts_is_the_same_row(n, p, dtype, monkeypatch, restored_
 
     whole = solved()
     monkeypatch.setattr(kernels, "LONG", 1)
+    monkeypatch.setattr(kernels, "LARGE", 1)
     in_parts = solved()
     np.testing.assert_array_equal(in_parts[2], whole[2])
     np.testing.assert_allclose(in_parts[1], whole[1], rtol=1e-6 if dtype == "float32" else 1e-13)

@@ -53,10 +53,16 @@ def _problem(x: Any, delta: Any, eps: Any, p: Any, bounds: Any, axis: Any) -> _P
     p = _check.norm_order(p)
     shape = tuple(x.shape)
     sample = _check.sample_axes(axis, len(shape))
-    batch = tuple([i for i in range(len(shape)) if i not in sample])
+    first = len(shape) - len(sample)
+    if sample == tuple(range(first, len(shape))):
+        # The usual case, the last axes, in less time.
+        batch = tuple(range(first))
+        rows, n, kept = math.prod(shape[:first]), math.prod(shape[first:]), shape[:first] + (1,) * len(sample)
+    else:
+        batch = tuple(i for i in range(len(shape)) if i not in sample)
+        rows, n = math.prod([shape[i] for i in batch]), math.prod([shape[i] for i in sample])
+        kept = tuple(1 if i in sample else s for i, s in enumerate(shape))
     order = batch + sample
-    rows, n = math.prod([shape[i] for i in batch]), math.prod([shape[i] for i in sample])
-    kept = tuple([1 if i in sample else s for i, s in enumerate(shape)])
 
     eps_shape: tuple[int, ...] = ()
     if _check.is_number(eps):
@@ -69,24 +75,27 @@ def _problem(x: Any, delta: Any, eps: Any, p: Any, bounds: Any, axis: Any) -> _P
         _check.eps_values(eps)
         eps = be.reshape(be.as_eps(eps, x), (1, 1) if eps_shape == () else (rows, 1))
 
-    pair, shapes = [], [eps_shape]
-    for name, bound in zip(("the lower bound", "the upper bound"), _check.bounds_pair(bounds), strict=True):
-        if _check.is_number(bound):
-            pair.append(be.number(bound, x))
-            shapes.append(())
-            continue
-        _check.companion(be, x, bound, name)
-        bound = be.as_bound(bound, x)
-        shapes.append(tuple(bound.shape))
-        _check.bound_shape(shapes[-1], shape, name)
-        full, target = _expanded(shapes[-1], shape, batch, sample)
-        bound = be.broadcast_to(be.reshape(bound, full), target)
-        pair.append(
-            _to_rows(be, bound, order, (math.prod([target[i] for i in batch]), math.prod([target[i] for i in sample])))
-        )
-
+    low, high = _check.bounds_pair(bounds)
+    layout = shape, batch, sample
+    lower, low_shape = _bound(be, x, low, "the lower bound", layout)
+    upper, high_shape = _bound(be, x, high, "the upper bound", layout)
     x, delta = _to_rows(be, x, order, (rows, n)), _to_rows(be, delta, order, (rows, n))
-    return _Problem(be, x, delta, eps, pair[0], pair[1], p, shape, order, len(sample), kept, tuple(shapes))
+    shapes = eps_shape, low_shape, high_shape
+    return _Problem(be, x, delta, eps, lower, upper, p, shape, order, len(sample), kept, shapes)
+
+
+def _bound(be: Any, x: Array, bound: Any, name: str, layout: tuple[tuple[int, ...], ...]) -> tuple[Array, Any]:
+    """A bound in rows form, and the shape in which it came."""
+    if _check.is_number(bound):
+        return be.number(bound, x), ()
+    _check.companion(be, x, bound, name)
+    bound = be.as_bound(bound, x)
+    came, (shape, batch, sample) = tuple(bound.shape), layout
+    _check.bound_shape(came, shape, name)
+    full, target = _expanded(came, shape, batch, sample)
+    bound = be.broadcast_to(be.reshape(bound, full), target)
+    rows, n = math.prod([target[i] for i in batch]), math.prod([target[i] for i in sample])
+    return _to_rows(be, bound, batch + sample, (rows, n)), came
 
 
 def perturb(

@@ -84,13 +84,15 @@ def same_kind(be: Any, x: Array, other: Any, name: str) -> None:
     """`other` must be of x's framework, device, shape and dtype."""
     if backend_of(other) is not be:
         raise TypeError(f"{name} is {described(other)}, expected {described(x)} to match x")
-    floating(be, other, name)
-    if be.device_name(other) != be.device_name(x):
-        raise TypeError(f"{name} is on {be.device_name(other)}, expected {be.device_name(x)} to match x")
-    if tuple(other.shape) != tuple(x.shape):
-        raise ValueError(f"{name} has shape {tuple(other.shape)}, expected {tuple(x.shape)} to match x")
-    if be.dtype_name(other) != be.dtype_name(x):
-        raise TypeError(f"{name} has dtype {be.dtype_name(other)}, expected {be.dtype_name(x)} to match x")
+    dtype, device, shape = be.dtype_name(other), be.device_name(other), tuple(other.shape)
+    if dtype != be.dtype_name(x):
+        floating(be, other, name)
+    if device != be.device_name(x):
+        raise TypeError(f"{name} is on {device}, expected {be.device_name(x)} to match x")
+    if shape != tuple(x.shape):
+        raise ValueError(f"{name} has shape {shape}, expected {tuple(x.shape)} to match x")
+    if dtype != be.dtype_name(x):
+        raise TypeError(f"{name} has dtype {dtype}, expected {be.dtype_name(x)} to match x")
 
 
 def norm_order(p: Any) -> float:

@@ -325,6 +325,10 @@ def kernels() -> Any:
     return numba
 
 
+def _least(a: Array) -> Any:
+    return a.item() if a.size == 1 else a.min()  # a reduction of one number takes a microsecond
+
+
 def _reconsidered(
     status: Array, x: Array, delta: Array, lower: Array, upper: Array, checked: bool, dtype: str | None
 ) -> tuple[Any, ...]:
@@ -362,7 +366,7 @@ def solve(
     compiled = kernels()
     if compiled is not None and x.size:
         v, eta, status, _ = compiled.solve(x, delta, eps, lower, upper, p, mode, write, dtype=dtype)
-        if status.min() < 0:
+        if _least(status) < 0:
             bad, take, *again = _reconsidered(status[:, 0], x, delta, lower, upper, checked, dtype)
             problem = *again[:2], take(eps), *again[2:], p, mode, write
             some, eta[bad], found, _ = compiled.solve(*problem, final=True, dtype=dtype)
@@ -402,7 +406,7 @@ def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float, dtype: s
     compiled = kernels()
     if compiled is not None and x.size:
         found, status = compiled.reach(x, delta, lower, upper, p)
-        if status.min() < 0:
+        if _least(status) < 0:
             bad, _, *again = _reconsidered(status[:, 0], x, delta, lower, upper, True, dtype)
             found[bad] = compiled.reach(*again, p, final=True)[0]
         return found

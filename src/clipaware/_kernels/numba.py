@@ -39,6 +39,7 @@ GRIDS = {np.dtype(np.float64): 0, np.dtype(np.float32): 0, np.dtype(np.float16):
 BFLOAT16 = 2
 LONG = 2**18  # rows from this length on are swept by several threads
 LARGE = 2**17  # batches from this size on are split over several threads
+PIECE = 2**19  # elements that a thread takes at a time, unless there are fewer
 
 
 def launch(kernel: Any, *arguments: Any) -> Any:
@@ -62,8 +63,10 @@ def launch_rows(kernel: Any, arrays: tuple[Any, ...], piece: tuple[int, int]) ->
 
 
 def split(rows: int, n: int) -> list[tuple[int, int]]:
-    """Blocks of rows, in one piece if they are not worth a thread."""
-    pieces = min(rows, 2 * threads.count()) if rows * n >= LARGE and threads.count() > 1 else 1
+    """Blocks of rows: one, if they are not worth a thread, or enough of them to even out what threads get done."""
+    pieces = 1
+    if rows * n >= LARGE and threads.count() > 1:
+        pieces = min(rows, max(2 * threads.count(), rows * n // PIECE))
     return [(rows * k // pieces, rows * (k + 1) // pieces) for k in range(pieces)]
 
 
@@ -144,7 +147,9 @@ def _solve_easy(
     out = np.empty((rows, n), x.dtype) if write else x
     eta, info = np.empty((rows, 1)), np.empty((2, rows), np.int64)
     arrays = x, delta, lower, upper, eps, out, eta, info, rules, ORDERS.get(p, ANY_ORDER)
-    if n >= LONG and rows < 2 * threads.count() > 2:
+    if rows * n < LARGE:
+        launch(solve_rows, *arrays, 0, rows)
+    elif n >= LONG and rows < 2 * threads.count() > 2:
         _solve_long(*arrays)
     else:
         threads.run(partial(launch_rows, solve_rows, arrays), split(rows, n))
