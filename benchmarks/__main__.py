@@ -75,7 +75,7 @@ def main() -> None:
         tqdm.write(f"\n{name}: {CASES[name].__doc__}")
         rows: list[Row] = []
         # How much a case has to say is not known before; what it has said is.
-        with tqdm(CASES[name](args.quick), desc=name, unit=" results", leave=False) as results:
+        with tqdm(CASES[name](args.quick), desc=name, unit=" results", leave=False, disable=None) as results:
             for row in results:
                 rows.append({"case": name, **row})
                 tqdm.write(described(row))

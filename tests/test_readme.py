@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-README = Path(__file__).parent.parent / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+
+
+def blocks(path):
+    return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
+
+
+BLOCKS = blocks(README)
 
 
 def test_there_is_one_for_numpy_and_one_for_torch():
@@ -33,3 +40,14 @@ def test_torch():
     moved = torch.linalg.vector_norm((names["v"] - names["x"]).flatten(1).double(), dim=1)
     np.testing.assert_allclose(moved.detach(), 5.0, rtol=3e-7)
     assert names["delta"].grad.abs().sum() > 0
+
+
+def test_table_is_as_printed():
+    assert (ROOT / "benchmarks" / "results" / "table.md").read_text() in README.read_text()
+
+
+@pytest.mark.parametrize("page", ["speed.md"])
+def test_documentation(page):
+    names: dict = {}
+    for block in blocks(ROOT / "docs" / page):
+        exec(block, names)

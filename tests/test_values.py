@@ -214,3 +214,35 @@ def test_every_backend_agrees(be):
             v = be.perturb(x, delta, eps, p=p, dtype=dtype)
             expected = ca.perturb(x.astype(dtype), delta.astype(dtype), eps, p=p)
             np.testing.assert_allclose(v, expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_equal_elements(be, p):
+    """Sums of many equal numbers, whose rounding errors do not average out."""
+    rng = np.random.default_rng(0)
+    for n in (300, 4096, 20_000):
+        x, delta = np.full((20, n), 0.5, np.float32), np.repeat(rng.uniform(0.1, 1, (20, 1)), n, axis=1)
+        eps = rng.uniform(0.05, 0.4, 20) * n ** (1 / p)
+        assert_norm(be.perturb(x, delta, eps, p=p, dtype="float32"), x, eps, p, "tied")
+
+
+@pytest.mark.parametrize(("dtype", "sigma"), [("float32", 6), ("float64", 15)])
+@pytest.mark.parametrize("p", [10, 50])
+def test_eta_of_very_heavy_tails(be, p, dtype, sigma):
+    """Where many passes are needed and sums underflow on the way."""
+    rng = np.random.default_rng(0)
+    x = rng.random((60, 200)).astype(dtype)
+    delta = (rng.choice([-1, 1], (60, 200)) * rng.lognormal(0, sigma, (60, 200))).astype(dtype)
+    for share in (0.99, 0.999, 0.9999):
+        eps = be.reach(x, delta, p=p, dtype=dtype)[:, 0].astype(float) * share
+        eta = be.rescale(x, delta, eps, p=p, dtype=dtype).astype(float)
+        v = np.clip(x.astype(float) + eta * delta.astype(float), 0, 1)
+        np.testing.assert_allclose(norm64(v, x, p), eps, rtol=1e-6 if dtype == "float32" else 1e-13)
+
+
+@pytest.mark.parametrize("p", [1, 2, 4.5, 10])
+def test_subnormal_delta(be, p):
+    x, delta = np.array([[0.5, 0.4, 0.3]], np.float32), np.array([[1, -2, 3]], np.float32)
+    expected = be.perturb(x, delta, 1e-3, p=p, dtype="float32")
+    tiny = (delta * 1e-40).astype(np.float32)  # to four digits
+    np.testing.assert_allclose(be.perturb(x, tiny, 1e-3, p=p, dtype="float32"), expected, rtol=0, atol=2e-6)

@@ -324,7 +324,8 @@ def perturb_vjp(
     problem = _problem(x, delta, eps, p, bounds, axis)
     be = problem.be
     _check.same_kind(be, x, grad, "grad")
-    _, eta, status = _solve(problem, mode, unreachable, write=False)
+    # A result of NaN is a constant: at those samples nothing is pulled back.
+    _, eta, status = _solve(problem, mode, "maximize" if unreachable == "nan" else unreachable, write=False)
     g = problem.rows(grad)
     if unreachable == "nan" and mode != "at_most":
         g = be.where(_missed(problem, status), 0.0, g)

@@ -458,10 +458,10 @@ def write(rows: Rows, solution: Solution, mode: str, store: Callable[..., Array]
     limit = 1 - 32 * be.WIDE_ULP if at_most else math.inf
     # What cannot be reached ends on its bounds, however far they are and whatever the rounding of K.
     corner = status == UNREACHABLE
-    corners = be.any_true(corner)
 
     def norm_of(K: Array, widen: bool) -> Array:
         """Store the array for this K; its norm over eps."""
+        corners = be.any_true(corner)
 
         def of_tile(tile: Any) -> Array:
             block = rows.load(tile)
@@ -484,7 +484,9 @@ def write(rows: Rows, solution: Solution, mode: str, store: Callable[..., Array]
     off = abs(norm - 1) > numerics.close
     moving = (status == REGULAR) & ((norm < be.HUGE) if half else off)
     if at_most:
-        moving = (norm > limit) & ((status == REGULAR) | (status == HELD)) | moving
+        # Also of what sums in float32 took for out of reach although it is not.
+        over = (norm > limit) & ((status == REGULAR) | (status == HELD) | corner)
+        corner, moving = corner & ~over, moving | over
     if be.any_true(moving):
         close = 1e-8 if half else numerics.close / 2
         K = polish(rows, lambda K: norm_of(K, True), solution, moving, limit, close)
@@ -625,12 +627,13 @@ def partials(
     d = direction * sign
     gap = be.bound_ahead(block.delta, block.lower, block.upper) - block.x
     s = be.maximum(sign * gap, 0.0)
-    at_zero, unreachable = status == AT_ZERO, status == UNREACHABLE
+    at_zero, unreachable, regular = status == AT_ZERO, status == UNREACHABLE, status == REGULAR
 
     # An element at its kink, up to rounding, counts as unclipped.
     free = still | ((be.narrow(eta * m, numerics) * d <= s * (1 + 4 * numerics.ulp)) & (s > 0))
     free = be.where(unreachable, still, free)
-    wide_inv = 1 / be.where(at_zero, 1.0, eps)
+    # Where eta does not move, w counts for nothing but must be finite.
+    wide_inv = be.where(regular, 1 / be.where(regular, eps, 1.0), 0.0)
     inv = be.narrow(wide_inv, numerics)
     if p == math.inf:
         wide_enough = (s * inv >= 1 - 8 * numerics.ulp) | (at_zero & (s > 0))

@@ -21,7 +21,8 @@ Array = Any
 
 GROUP = 2**19  # elements solved together: what a pass needs of them stays in the cache
 TILE = 2**17  # elements that an operation works on at a time, so that what it makes stays in a nearer one
-LANE = 4096  # float32 elements that are summed in float32
+LANE = 1024  # float32 elements that are summed in float32
+SMALL = 4096  # elements up to which branches cost less than more operations
 HUGE = 1e300
 WIDE_ULP = 2.0**-52
 LOOSE = 2.0**-13
@@ -89,7 +90,7 @@ def fold(combine: str, tiles: list[Any], values: list[Array], like: Array) -> Ar
 
 def where(condition: Array, yes: Array, no: Array) -> Array:
     """np.where; on large arrays by bits, since its branches cost far more than the arithmetic."""
-    if condition.size < LANE or (dtype := np.result_type(yes, no)).kind != "f":
+    if condition.size < SMALL or (dtype := np.result_type(yes, no)).kind != "f":
         return np.where(condition, yes, no)
     integer: Any = np.int32 if dtype.itemsize == 4 else np.int64
     mask = condition.astype(integer)

@@ -281,7 +281,7 @@ def _numpy_can(x: Array) -> bool:
 
 def _on_host(a: Array) -> Any:
     """The tensor's own memory, or a float32 copy of bfloat16."""
-    a = a.detach()
+    a = a.detach().resolve_neg()
     return (a.float() if a.dtype == torch.bfloat16 else a).numpy()
 
 

@@ -38,13 +38,14 @@ LANE = 4096
 SAMPLE_FROM = 2**14  # rows this long solve a sample of contiguous runs first, and start there
 SAMPLE_RUNS, SAMPLE_MOST = 8, 4096
 HUGE = 1e300
+LIMIT = 1 - 32 * 2.0**-52  # of the norm over eps, where it must not be more
 BAD = -1  # values of this row want looking at: something is not finite, or x not inside its bounds
 LOST = -2  # and it stays so: the row is NaN
 
 # The sweeps that a row may want.
 DONE, LOOK, LARGEST, NAIVE, SAMPLE, SUMS, LOOK_AND_SUMS, BIGGEST, CEILING, TOP_OF_BRACKET, PROBE = range(11)
 WRITE, REWRITE, COPY, CORNER, BLANK, ROOMS, REACH = range(11, 18)
-MAXIMA = (LARGEST, BIGGEST, CEILING, TOP_OF_BRACKET, ROOMS)  # whose numbers are maxima, not sums
+MAXIMA = (LARGEST, BIGGEST, ROOMS)  # whose numbers are maxima, not sums
 
 MODES = {"equal": 0, "at_most": 1, "at_least": 2}
 _AT_MOST, _AT_LEAST = MODES["at_most"], MODES["at_least"]
@@ -57,7 +58,10 @@ RULES = np.dtype(
 )
 # What a row knows of itself, in the letters of _math.
 STATE = np.dtype(
-    [(name, np.int64) for name in ("want", "status", "count", "left", "plain", "simple", "looked", "polishing")]
+    [
+        (name, np.int64)
+        for name in ("want", "status", "count", "left", "plain", "simple", "looked", "bracketed", "polishing")
+    ]
     + [(name, np.float64) for name in ("eps", "inv", "target", "most", "m", "unit", "T", "lo", "hi", "A", "C")]
     + [(name, np.float64) for name in ("old_m", "old_unit", "K", "slope", "down", "eta")]
     + [(name, np.float64) for name in ("below", "above", "at_below", "at_above", "best", "gap", "written")],
@@ -67,11 +71,10 @@ STATE = np.dtype(
 ORDERS = {1.0: (0,), 1.5: (0,) * 2, 2.0: (0,) * 3, 3.0: (0,) * 4, 4.0: (0,) * 5, math.inf: (0,) * 6}
 ANY_ORDER = (0,) * 7
 
-# Sums may be reordered and products fused, but NaN and infinity stay what they are.
-_QUICK = {"reassoc", "nsz", "arcp", "contract"}
+# Products and sums may be fused. Nothing else is reordered but the sums that `plus` makes: (eta*m)*(delta/m) is not
+# eta*delta where eta is no float32.
 _inner: Any = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-loop: Any = njit(fastmath=_QUICK, **_inner)
-exact: Any = njit(fastmath={"contract"}, **_inner)
+loop: Any = njit(fastmath={"contract"}, **_inner)
 step: Any = njit(**_inner)
 
 
@@ -95,6 +98,18 @@ def pick(typing, condition, yes, no):
         return builder.select(*arguments)
 
     return yes(types.boolean, yes, yes), generate
+
+
+@intrinsic
+def plus(typing, total, z):
+    """total + z in the type of the total, in any order with its other terms: what lets LLVM vectorise a sum."""
+
+    def generate(context, builder, signature, arguments):
+        total, z = arguments
+        z = context.cast(builder, z, signature.args[1], signature.args[0])
+        return builder.fadd(total, z, flags=("reassoc", "contract"))
+
+    return total(total, z), generate
 
 
 def at(bound, i):
@@ -215,16 +230,17 @@ def _look(x, delta, a, b):
         here = x[i]
         u, w = bits_of(abs(delta[i])), bits_of(abs(here))
         top, far = pick(top > u, top, u), pick(far > w, far, w)
-        outside += pick((here >= at(a, i)) & (here <= at(b, i)), zero, one)
+        outside = plus(outside, pick((here >= at(a, i)) & (here <= at(b, i)), zero, one))
     return float_of(top), float_of(far), outside
 
 
 @loop
-def _naive(delta, dm, most, p, order):
+def _naive(delta, dm, per, full, p, order):
+    """The sum of (d/unit)^p."""
     total = dm - dm
     for i in range(delta.size):
-        d = abs(delta[i]) * dm
-        total += raised(pick(d < most, d, most), p, order)
+        d = abs(delta[i]) * dm * per
+        total = plus(total, raised(pick(d < full, d, full), p, order))
     return total
 
 
@@ -238,8 +254,8 @@ def _plain_sums(x, delta, a, b, T, p, order):
         d, w = abs(towards), abs(pick(towards > 0, at(b, i), at(a, i)) - here)
         clipped = T * d >= w
         z = raised(pick(clipped, w, d), p, order)
-        A += pick(clipped, zero, z)
-        C += pick(clipped, z, zero)
+        A = plus(A, pick(clipped, zero, z))
+        C = plus(C, pick(clipped, z, zero))
     return A, C
 
 
@@ -254,11 +270,11 @@ def _look_and_sums(x, delta, a, b, T, p, order):
         d, w = abs(towards), abs(pick(towards > 0, high, low) - here)
         clipped = T * d >= w
         z = raised(pick(clipped, w, d), p, order)
-        A += pick(clipped, zero, z)
-        C += pick(clipped, z, zero)
+        A = plus(A, pick(clipped, zero, z))
+        C = plus(C, pick(clipped, z, zero))
         u = bits_of(d)
         top = pick(top > u, top, u)
-        outside += pick((here >= low) & (here <= high), zero, one)
+        outside = plus(outside, pick((here >= low) & (here <= high), zero, one))
     return A, C, float_of(top), outside
 
 
@@ -274,8 +290,8 @@ def _sums(x, delta, a, b, T, dm, inv, most, per, full, p, order):
         clipped = T * d >= w
         d = d * per
         z = raised(pick(clipped, w, pick(d < full, d, full)), p, order)
-        A += pick(clipped, zero, z)
-        C += pick(clipped, z, zero)
+        A = plus(A, pick(clipped, zero, z))
+        C = plus(C, pick(clipped, z, zero))
     return A, C
 
 
@@ -291,14 +307,16 @@ def _biggest(x, delta, a, b, T, dm, inv, most):
 
 
 @step
-def _ceiling(x, delta, a, b, inv, most):
-    """The largest w/|delta|."""
-    found = 0.0
+def _ceiling(x, delta, a, b, dm, inv, most, p, order):
+    """The largest w/d, and the sum of all w^p, in float64: whether a target is out of reach depends on it."""
+    largest, total = 0.0, 0.0
     for i in range(x.size):
         if delta[i] != 0:
             w = min(abs((at(b, i) if delta[i] > 0 else at(a, i)) - x[i]) * inv, most)
-            found = max(found, np.float64(w) / np.float64(abs(delta[i])))
-    return found
+            d = np.float64(abs(delta[i])) * dm
+            largest = max(largest, min(np.float64(w) / d, HUGE) if d > 0 else HUGE)
+            total += raised(np.float64(w), p, order)
+    return largest, total
 
 
 @loop
@@ -314,7 +332,7 @@ def _largest(x, delta, a, b, inv, enough):
     return float_of(found)
 
 
-@exact
+@loop
 def _write(x, delta, a, b, out, K, dm):
     for i in range(x.size):
         v = x[i] + K * (delta[i] * dm)
@@ -344,11 +362,11 @@ def _write_half(x, delta, a, b, out, K, dm, grid):
 
 @loop
 def _measure(x, v, down, p, order):
-    """The sum of |v - x|^p, in the dtype of `down`."""
+    """The sum of |v - x|^p, taken in the dtype of `down` and summed in float64: rounding decides on a polish."""
     number = type_of(down)
-    total = down - down
+    total = 0.0
     for i in range(x.size):
-        total += raised(abs(number(v[i]) - number(x[i])) * down, p, order)
+        total = plus(total, raised(abs(number(v[i]) - number(x[i])) * down, p, order))
     return total
 
 
@@ -393,7 +411,7 @@ def _reach(x, delta, a, b, per, p, order):
     for i in range(x.size):
         here, towards = x[i], delta[i]
         s = abs(pick(towards > 0, at(b, i), at(a, i)) - here) * per
-        total += raised(pick(towards != 0, s, zero), p, order)
+        total = plus(total, raised(pick(towards != 0, s, zero), p, order))
     return total
 
 
@@ -402,8 +420,8 @@ def _reach(x, delta, a, b, per, p, order):
 
 @step
 def sweep(x, delta, a, b, out, s, rules, order):
-    """Make the sweep that the state wants. Returns two numbers, sums or maxima over the elements; and of those sweeps
-    that look, the largest |delta| and 1 if something is not as it should be."""
+    """Make the sweep that the state wants. Returns two numbers, sums or maxima over the elements; then two that always
+    are maxima: |delta| where it looks at the row or w/d for a ceiling, and 1 if something is not as it should be."""
     F = x.dtype.type
     want, p = s.want, rules.p
     T, K = F(s.T), F(s.K)
@@ -441,13 +459,14 @@ def sweep(x, delta, a, b, out, s, rules, order):
             if not (largest < np.inf and far < np.inf and outside == 0):
                 bad = 1.0
         elif want == NAIVE:
-            u += _naive(along, dm * per, full, p, order)
+            u += _naive(along, dm, per, full, p, order)
         elif want == LARGEST:
             u = max(u, _largest(here, along, low, high, inv, F(s.target * (1 - 8 * rules.ulp))))
         elif want == BIGGEST:
             u = max(u, _biggest(here, along, low, high, T, dm, inv, most))
         elif want == CEILING or want == TOP_OF_BRACKET:
-            u = max(u, _ceiling(here, along, low, high, inv, most))
+            largest, C = _ceiling(here, along, low, high, 1 / s.m, inv, most, p, order)
+            w, top = w + C, max(top, largest)
         elif want == ROOMS:
             u = max(u, _rooms(here, along, low, high))
         elif want == REACH:
@@ -456,9 +475,10 @@ def sweep(x, delta, a, b, out, s, rules, order):
             for i in range(here.size):  # as a whole, it would be compiled with an error message of its own, for seconds
                 out[start + i] = here[i]
         elif want == CORNER:
+            v = out[start:stop]
             for i in range(here.size):
-                v = at(high, i) if along[i] > 0 else at(low, i)
-                out[start + i] = v if along[i] != 0 else here[i]
+                v[i] = here[i] if along[i] == 0 else at(high, i) if along[i] > 0 else at(low, i)
+            u = max(u, _furthest(here, v, s.down)) if p == np.inf else u + _measure(here, v, s.down, p, order)
         elif want == BLANK:
             for i in range(here.size):
                 out[start + i] = F(np.nan)
@@ -486,7 +506,7 @@ def begin(s, eps, roomy, rules):
     s.eps, s.status, s.count, s.polishing = eps, ZERO, 0, 0
     s.T = s.K = s.eta = 0.0
     s.m = s.inv = s.unit = s.most = 1.0
-    s.plain, s.simple, s.looked = 0, 1, 0
+    s.plain, s.simple, s.looked, s.bracketed = 0, 1, 0, 0
     s.want = LOOK
     if not 0 <= eps < np.inf:
         lose(s, rules)
@@ -523,7 +543,7 @@ def advance(s, u, w, top, bad, roomy, rules):
             s.T, s.m, s.C = s.target * (m / u), m, 0.0
             finish(s, REGULAR, rules)
         else:
-            s.C, s.want = 0.0, CEILING
+            s.want = CEILING
     elif want == BIGGEST:
         if u > 0:
             # The sums have lost elements to underflow: once more, in units of the largest that is not clipped.
@@ -535,23 +555,24 @@ def advance(s, u, w, top, bad, roomy, rules):
         else:
             settle(s, 0.0, s.C, rules)
     elif want == CEILING:
-        s.T = min(u, HUGE / s.m) * s.m
+        s.T, s.C = top, w
         close_by = rules.p < np.inf and s.C >= s.target * (1 - 8 * rules.p * rules.ulp)
         finish(s, REGULAR if close_by else UNREACHABLE, rules)
+    elif want == CORNER:
+        # A promise is kept even where sums in float32 took for out of reach what is not.
+        s.want = DONE
+        if rules.mode == _AT_MOST and (u if rules.p == np.inf else u ** (1 / rules.p)) > s.eps * s.down * LIMIT:
+            s.status, s.want = REGULAR, WRITE
     elif want == TOP_OF_BRACKET:
-        ceiling = min(u, HUGE / s.m) * s.m
-        s.hi = min(s.hi, ceiling)
-        s.below, s.T, s.want = s.T, ceiling * (1 + 4 * rules.ulp), PROBE
+        s.hi = min(s.hi, top)
+        s.below, s.T, s.want = s.T, top * (1 + 4 * rules.ulp), PROBE
     elif want == PROBE:
         s.T = s.below
-        if w < s.target:
-            s.C, s.want = w, CEILING
-        else:
-            s.want = SUMS
+        s.want = CEILING if w < s.target else SUMS
     elif want == ROOMS:
         s.eta = u
         if 0 < u < np.inf and rules.p < np.inf:
-            s.unit, s.want = u, REACH
+            s.unit, s.want = max(u, 2.0**-126 if rules.single else 2.0**-1022), REACH
         else:
             s.want = DONE
     elif want == REACH:
@@ -638,8 +659,8 @@ def settle(s, A, C, rules):
         s.want = CEILING
     elif arrived or closed or (over and left) or s.count >= MAX_PASSES:
         finish(s, REGULAR, rules)
-    elif s.count == NEWTON_PASSES:
-        s.want = TOP_OF_BRACKET
+    elif s.count >= NEWTON_PASSES and not s.bracketed:
+        s.bracketed, s.want = 1, TOP_OF_BRACKET
     else:
         s.want = SUMS
 
@@ -661,7 +682,7 @@ def written(s, total, rules):
     """Whether the array as it was written has the norm; ``_math.write`` and ``_math.polish``."""
     p, ulp, at_most = rules.p, rules.ulp, rules.mode == _AT_MOST
     norm = (total if p == np.inf else total ** (1 / p)) / (s.eps * s.down)
-    limit = 1 - 32 * 2.0**-52 if at_most else np.inf
+    limit = LIMIT if at_most else np.inf
     edge = min(limit, 1.0)
     s.written = narrow(s.K, rules.single)
     if s.polishing == 0:
@@ -816,14 +837,14 @@ def _top(delta):
 
 
 @loop
-def _limit(x, delta, a, b, dm, p, order):
+def _limit(x, delta, a, b, dm, per, p, order):
     """The sum of d^p over what has room."""
     zero = dm - dm
     total = zero
     for i in range(x.size):
         towards = delta[i]
-        d = pick(_ahead(x[i], towards, a, b, i) > 0, abs(towards) * dm, zero)
-        total += raised(d, p, order)
+        d = pick(_ahead(x[i], towards, a, b, i) > 0, abs(towards) * dm * per, zero)
+        total = plus(total, raised(d, p, order))
     return total
 
 
@@ -837,8 +858,8 @@ def _pull_sums(x, delta, a, b, g, part, p, order):
         towards = delta[i]
         size = abs(towards) * dm
         free, w = sorted_out(towards, size, _ahead(x[i], towards, a, b, i), part, p, order, x)
-        S += pick(free, g[i] * (towards * dm), zero)
-        D += pick(free, w * size, zero)
+        S = plus(S, pick(free, g[i] * (towards * dm), zero))
+        D = plus(D, pick(free, w * size, zero))
     return S, D
 
 
@@ -851,11 +872,12 @@ def _pull_x(x, delta, a, b, g, part, p, order, lam, at_zero, bar):
 
 
 @loop
-def _pull_delta(x, delta, a, b, g, part, p, order, lam, eta, bar):
+def _pull_delta(x, delta, a, b, g, part, p, order, lam, scale, bar):
+    """`scale` is eta*m."""
     for i in range(x.size):
         towards = delta[i]
         free, w = sorted_out(towards, abs(towards) * part[0], _ahead(x[i], towards, a, b, i), part, p, order, x)
-        bar[i] = pick(free, eta * (g[i] - pick(towards > 0, lam, -lam) * w), eta - eta)
+        bar[i] = pick(free, scale * (g[i] - pick(towards > 0, lam, -lam) * w) * part[0], lam - lam)
 
 
 @loop
@@ -876,8 +898,8 @@ def _bound_sums(x, delta, a, b, g, part, p, order, lam, at_zero):
         towards = delta[i]
         free, w = sorted_out(towards, abs(towards) * part[0], _ahead(x[i], towards, a, b, i), part, p, order, x)
         c = pick(free | at_zero, zero, g[i] - pick(towards > 0, lam, -lam) * w)
-        low += pick(towards < 0, c, zero)
-        high += pick(towards < 0, zero, c)
+        low = plus(low, pick(towards < 0, c, zero))
+        high = plus(high, pick(towards < 0, zero, c))
     return low, high
 
 
@@ -892,7 +914,11 @@ def _partials(x, delta, a, b, eps, eta, status, rules, order):
         for start in range(0, x.size, LANE):
             top = max(top, _top(delta[start : start + LANE]))
     m = pow2(top, rules.single) if top > 0 else pow2(1 / eta, rules.single) if 0 < eta < np.inf else 1.0
-    inv, rate, enough = (1.0, 0.0, 0.0) if at_zero else (1 / eps, eta * m / eps, 1 - 8 * rules.ulp)
+    inv, rate, enough = 1.0, 0.0, 0.0
+    if status == REGULAR:
+        inv, rate, enough = 1 / eps, eta * m / eps, 1 - 8 * rules.ulp
+    elif not at_zero:
+        inv, enough = 0.0, 1.0  # eta does not move: nothing is active, and w counts for nothing but must be finite
     largest = F(-1)
     if p == np.inf and not still:
         for start in range(0, x.size, LANE):
@@ -905,7 +931,7 @@ def _partials(x, delta, a, b, eps, eta, status, rules, order):
         for start in range(0, x.size, LANE):
             stop = min(start + LANE, x.size)
             low, high = cut(a, start, stop), cut(b, start, stop)
-            total += _limit(x[start:stop], delta[start:stop], low, high, F(1 / top), p, order)
+            total += _limit(x[start:stop], delta[start:stop], low, high, F(1 / m), F(m / top), p, order)
         rate = m / top / total ** (1 / p) if total > 0 else 0.0
     slack = -1.0 if still else 1 + 4 * rules.ulp
     return m, (F(1 / m), F(eta * m), F(slack), F(rate), F(inv), largest, F(enough))
@@ -994,7 +1020,7 @@ def pull_rows(x, delta, lower, upper, eps, eta, status, g, h, bars, bound_sums, 
         # For p = inf w is 1 here, and one over the number of active elements in the text.
         eps_bar[i, 0] = lam * (D / part[5]) if p == np.inf and moves else lam
         lam, at_zero = F(lam), my_status == AT_ZERO
-        scale = F(0.0 if my_status == UNREACHABLE else my_eta)
+        scale = F(0.0 if my_status == UNREACHABLE else my_eta * m)
         below, above = 0.0, 0.0
         for start in range(0, row.size, LANE):
             end = min(start + LANE, row.size)

@@ -230,7 +230,8 @@ def vjp(
         arrays = *problem, *bounds, *per_row, *pulled, *found, rules, ORDERS.get(p, ANY_ORDER)
         threads.run(partial(launch_rows, pull_rows, arrays), split(height, n))
         if not direct:
-            for bar, some_of_it in zip(bars, mine, strict=True):
-                if bar is not None:
-                    bar[part] = some_of_it
+            with np.errstate(over="ignore"):  # in float16
+                for bar, some_of_it in zip(bars, mine, strict=True):
+                    if bar is not None:
+                        bar[part] = some_of_it
     return *bars, bound_sums if bound_sums.size else None, eps_bar

@@ -31,8 +31,9 @@ def count() -> int:
 def set_threads(number: int | None) -> None:
     """Set how many threads a call may use on the CPU.
 
-    Results do not depend on it. Calls that are too small to gain from threads do not use any, and calls from several
-    Python threads at once share them. One is right where processes work side by side, as in a data loader's workers:
+    Results do not depend on it, but for the last digits of sums over very long rows. Calls that are too small to gain
+    from threads do not use any, and calls from several Python threads at once share them. One is right where processes
+    work side by side, as in a data loader's workers:
     ``DataLoader(..., worker_init_fn=lambda _: clipaware.set_threads(1))``.
 
     Parameters
