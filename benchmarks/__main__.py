@@ -22,6 +22,8 @@ from benchmarks import plots
 from benchmarks.cases import CASES, Row
 
 RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parent.parent / "README.md"
+MARKERS = "<!-- printed by make bench: -->", "<!-- end of what it printed -->"
 COLUMNS = ["case", "variant", "rows", "n", "dtype", "p", "quantity", "value", "low", "high", "unit"]
 
 
@@ -64,6 +66,13 @@ def load(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def write_to_readme(table: str) -> None:
+    """Between the two comments that say what it is."""
+    text = README.read_text()
+    start, end = text.index(MARKERS[0]) + len(MARKERS[0]), text.index(MARKERS[1])
+    README.write_text(f"{text[:start]}\n{table}{text[end:]}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     names = list(CASES)
@@ -86,6 +95,7 @@ def main() -> None:
         everything: dict[str, Any] = {name: load(name) for name in names}
         table = plots.table(everything)
         (RESULTS / "table.md").write_text(table)
+        write_to_readme(table)
         tqdm.write(f"\n{table}")
         for path in plots.draw(everything, RESULTS):
             tqdm.write(f"Figure: {path}")

@@ -54,8 +54,9 @@ def _problem(x: Any, delta: Any, eps: Any, p: Any, bounds: Any, axis: Any) -> _P
     shape = tuple(x.shape)
     sample = _check.sample_axes(axis, len(shape))
     first = len(shape) - len(sample)
-    if sample == tuple(range(first, len(shape))):
-        # The usual case, the last axes, in less time.
+    in_order = sample == tuple(range(first, len(shape)))
+    if in_order:
+        # The usual case, in less time.
         batch = tuple(range(first))
         rows, n, kept = math.prod(shape[:first]), math.prod(shape[first:]), shape[:first] + (1,) * len(sample)
     else:
@@ -79,7 +80,10 @@ def _problem(x: Any, delta: Any, eps: Any, p: Any, bounds: Any, axis: Any) -> _P
     layout = shape, batch, sample
     lower, low_shape = _bound(be, x, low, "the lower bound", layout)
     upper, high_shape = _bound(be, x, high, "the upper bound", layout)
-    x, delta = _to_rows(be, x, order, (rows, n)), _to_rows(be, delta, order, (rows, n))
+    if in_order:
+        x, delta = be.reshape(x, (rows, n)), be.reshape(delta, (rows, n))
+    else:
+        x, delta = _to_rows(be, x, order, (rows, n)), _to_rows(be, delta, order, (rows, n))
     shapes = eps_shape, low_shape, high_shape
     return _Problem(be, x, delta, eps, lower, upper, p, shape, order, len(sample), kept, shapes)
 

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -253,9 +253,14 @@ def broadcast_to(a: Array, shape: tuple[int, ...]) -> Array:
     return np.broadcast_to(a, shape)
 
 
+@lru_cache(maxsize=64)
+def _number(value: Any, dtype: Any) -> Array:
+    return np.array([[value]], dtype)
+
+
 def number(value: Any, like: Array) -> Array:
-    """A bound for all rows and elements."""
-    return np.array([[value]], like.dtype)
+    """A bound for all rows and elements. Not to be written to: it is kept for the next call."""
+    return _number(value, like.dtype)
 
 
 def wide_number(value: Any, like: Array) -> Array:
