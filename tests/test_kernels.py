@@ -270,3 +270,13 @@ def test_status_of_compiled_rows():
     kinds = [_math.ZERO, _math.UNREACHABLE, _math.AT_ZERO, _math.UNREACHABLE]
     assert status[[1, 2, 6, 7]].tolist() == kinds
     assert (status[[0, 3, 4, 5, 8]] == _math.REGULAR).all()
+
+
+@pytest.mark.parametrize("p", [1.5, 2, 3, 4])
+def test_back_from_finer_units(p):
+    """A sample that sees nothing of what counts leads so far right that sums underflow, and back again."""
+    n = compiled.SAMPLE_FROM
+    delta = np.full((1, n), 1e-13, np.float32)
+    delta[0, 5000:5100] = 100  # between two runs of the sample
+    eta = ca.rescale(np.full((1, n), 0.5, np.float32), delta, 1.0, p=p)
+    np.testing.assert_allclose(eta[0, 0], 0.01 / 100 ** (1 / p), rtol=1e-6)

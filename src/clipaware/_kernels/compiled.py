@@ -1,9 +1,9 @@
 """What Numba compiles: the steps of ``_math``, a row at a time, in as few sweeps over its memory as they take.
 
 A row is solved by a small machine. Its state says which sweep over the row it wants next (``LOOK``, ``SUMS``,
-``WRITE``, ...); ``sweep`` makes it, over the row or any part of it, and boils it down to two numbers; ``advance`` takes
-those and moves on. So a batch of rows is a loop in compiled code, and one long row is the same loop with its sweeps
-spread over threads.
+``WRITE``, ...); ``sweep`` makes it, over the row or any part of it, and boils it down to a few numbers; ``advance``
+takes those and moves on. So a batch of rows is a loop in compiled code, and one long row is the same loop with its
+sweeps spread over threads.
 
 The innermost loops, marked ``@loop``, run over slices of at most ``LANE`` elements, which are summed in the array's own
 dtype and added up in float64. They are written for LLVM to vectorise: each value loaded once, ``pick`` in place of a
@@ -58,12 +58,10 @@ RULES = np.dtype(
 )
 # What a row knows of itself, in the letters of _math.
 STATE = np.dtype(
-    [
-        (name, np.int64)
-        for name in ("want", "status", "count", "left", "plain", "simple", "looked", "bracketed", "polishing")
-    ]
-    + [(name, np.float64) for name in ("eps", "inv", "target", "most", "m", "unit", "T", "lo", "hi", "A", "C")]
-    + [(name, np.float64) for name in ("old_m", "old_unit", "K", "slope", "down", "eta")]
+    [(name, np.int64) for name in ("want", "status", "count", "left", "looked", "bracketed", "polishing")]
+    + [(name, np.int64) for name in ("plain", "simple", "old_simple")]
+    + [(name, np.float64) for name in ("eps", "inv", "target", "most", "m", "unit", "old_m", "old_unit")]
+    + [(name, np.float64) for name in ("T", "lo", "hi", "C", "K", "slope", "down", "eta")]
     + [(name, np.float64) for name in ("below", "above", "at_below", "at_above", "best", "gap", "written")],
 )
 
@@ -547,7 +545,7 @@ def advance(s, u, w, top, bad, roomy, rules):
     elif want == BIGGEST:
         if u > 0:
             # The sums have lost elements to underflow: once more, in units of the largest that is not clipped.
-            s.old_m, s.old_unit = s.m, s.unit
+            s.old_m, s.old_unit, s.old_simple = s.m, s.unit, s.simple
             s.m = pow2(u, rules.single)
             s.unit, s.simple, s.plain = u / s.m, 0, 0
             rescale(s, s.m / s.old_m)
@@ -642,7 +640,7 @@ def settle(s, A, C, rules):
     if regular:
         s.lo = max(s.lo, root)
     closed = s.hi <= s.lo * (1 + rules.tight)
-    s.A, s.C = A, C
+    s.C = C
     bisect = s.hi < HUGE and left and s.count >= NEWTON_PASSES and not closed
     if arrived:
         s.T = root
@@ -653,7 +651,7 @@ def settle(s, A, C, rules):
         # From the left, all that is clipped remains so, and the finer units can stay. Otherwise, back to the old ones.
         if not (regular and root >= T):
             rescale(s, s.old_m / s.m)
-            s.m, s.unit = s.old_m, s.old_unit
+            s.m, s.unit, s.simple = s.old_m, s.old_unit, s.old_simple
         s.old_m = 0.0
     if short:
         s.want = CEILING
