@@ -55,7 +55,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
         return []
     from matplotlib.figure import Figure
 
-    figure: Any = Figure(figsize=(10, 4), dpi=110, layout="constrained")
+    figure: Any = Figure(figsize=(10, 4.4), dpi=110, layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     panels = (("by_length", "n", "elements in each of 16 rows"), ("by_rows", "rows", "rows of 3072 elements"))
     for axis, (case, column, label) in zip(axes, panels, strict=True):
@@ -73,7 +73,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("nanoseconds per element")
-    axes[1].legend(frameon=False)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(f"NumPy, float32, p = 2 ({results['by_length'][0]['device']}); medians and quartiles")
     path = folder / "speed.png"
     figure.savefig(path)

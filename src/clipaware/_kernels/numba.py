@@ -84,6 +84,8 @@ def easy(a: Array, dtype: Any) -> Array:
 
 def easy_bounds(lower: Array, upper: Array, n: int, dtype: Any) -> tuple[Array, Array]:
     """Both one number per row, or both one per element."""
+    if lower.size == upper.size == 1:
+        return easy(lower[0], dtype), easy(upper[0], dtype)
     if lower.shape[1] == upper.shape[1] == 1:
         return easy(lower[:, 0], dtype), easy(upper[:, 0], dtype)
     return easy(np.broadcast_to(lower, (len(lower), n)), dtype), easy(np.broadcast_to(upper, (len(upper), n)), dtype)
