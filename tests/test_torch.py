@@ -311,12 +311,14 @@ def test_threads():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("p", [1, 2, 3.5, math.inf])
 def test_cuda(p):
+    torch.manual_seed(0)
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         x, delta = torch.rand(16, 3000).to(dtype), torch.randn(16, 3000).to(dtype)
         eps = (ca.reach(x, delta, p=p) * torch.linspace(0.05, 0.95, 16)[:, None]).double()
         cpu, gpu = [a.clone().requires_grad_() for a in (x, delta)], [a.cuda().requires_grad_() for a in (x, delta)]
         v, w = ca.perturb(*cpu, eps, p=p), ca.perturb(*gpu, eps.cuda(), p=p)
-        close = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+        # Next to the reach few elements still move, and make up for the rounding of all.
+        close = {torch.float64: 1e-13, torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
         torch.testing.assert_close(w.cpu(), v, rtol=0, atol=close)
         moved = torch.linalg.vector_norm(w.double() - gpu[0].double(), p, dim=1)
         torch.testing.assert_close(
