@@ -38,7 +38,7 @@ GROUP = 2**20  # elements converted at a time, of arrays that compiled code does
 GRIDS = {np.dtype(np.float64): 0, np.dtype(np.float32): 0, np.dtype(np.float16): 1}
 BFLOAT16 = 2
 LONG = 2**18  # rows from this length on are swept by several threads
-LARGE = 2**17  # batches from this size on are split over several threads
+LARGE = 2**17  # elements that are worth a thread; batches of twice as many are split
 PIECE = 2**19  # elements that a thread takes at a time, unless there are fewer
 
 
@@ -64,9 +64,8 @@ def launch_rows(kernel: Any, arrays: tuple[Any, ...], piece: tuple[int, int]) ->
 
 def split(rows: int, n: int) -> list[tuple[int, int]]:
     """Blocks of rows: one, if they are not worth a thread, or enough of them to even out what threads get done."""
-    pieces = 1
-    if rows * n >= LARGE and threads.count() > 1:
-        pieces = min(rows, max(2 * threads.count(), rows * n // PIECE))
+    workers = min(threads.count(), rows * n // LARGE)  # each with enough to do to be worth waking
+    pieces = min(rows, max(workers, rows * n // PIECE)) if workers > 1 else 1
     return [(rows * k // pieces, rows * (k + 1) // pieces) for k in range(pieces)]
 
 
