@@ -280,3 +280,19 @@ def test_back_from_finer_units(p):
     delta[0, 5000:5100] = 100  # between two runs of the sample
     eta = ca.rescale(np.full((1, n), 0.5, np.float32), delta, 1.0, p=p)
     np.testing.assert_allclose(eta[0, 0], 0.01 / 100 ** (1 / p), rtol=1e-6)
+
+
+def test_rows_that_are_not_solved_do_not_warn(monkeypatch):
+    """They hold whatever was in memory before, here numbers that are too large for float16."""
+    empty = np.empty
+
+    def filled(*args, **options):
+        array = empty(*args, **options)
+        if array.dtype == np.float32:
+            array.fill(1e30)
+        return array
+
+    monkeypatch.setattr(np, "empty", filled)
+    x = np.full((2, 3), 2.0, np.float16)
+    with pytest.raises(ValueError, match="outside its bounds"):
+        ca.perturb(x, np.ones_like(x), 0.1)

@@ -132,7 +132,8 @@ def solve(
         found = _solve_easy(*problem, *easy_bounds(low, high, n, working), rules, p, write)
         v, eta[part], status[part], passes[part] = found
         if out is not None:
-            out[part] = v
+            with np.errstate(over="ignore", invalid="ignore"):  # of what happens to be in rows that were not solved
+                out[part] = v
     return out, eta, status, passes
 
 
