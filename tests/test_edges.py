@@ -353,3 +353,14 @@ def test_gradients_where_eta_is_no_float32(scale, p):
         # The rounding of eps and of delta may move an element over its kink.
         off = np.abs(mine[i] - wide[i]) > 1e-3 * np.abs(wide[i]).max()
         assert off.mean() < 0.02
+
+
+@pytest.mark.parametrize("p", [1, 1.5, 2])
+def test_reach_is_in_reach_whatever_its_rounding(be, p):
+    """Many equal rooms beside a larger one, whose sums in float32 are off in one direction."""
+    rng = np.random.default_rng(0)
+    for n in (1000, 4096):
+        x, delta = np.repeat(rng.uniform(0, 0.9, (200, 1)), n, axis=1).astype(np.float32), np.ones((200, n), np.float32)
+        x[:, 0] = 0
+        eps = be.reach(x, delta, p=p, dtype="float32")[:, 0]
+        be.perturb(x, delta, eps, p=p, dtype="float32", unreachable="raise")

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from clipaware._kernels import threads
+
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 
@@ -46,8 +48,14 @@ def test_table_is_as_printed():
     assert (ROOT / "benchmarks" / "results" / "table.md").read_text() in README.read_text()
 
 
-@pytest.mark.parametrize("page", ["speed.md"])
-def test_documentation(page):
+def test_speed_page():
+    first, then = blocks(ROOT / "docs" / "speed.md")
     names: dict = {}
-    for block in blocks(ROOT / "docs" / page):
-        exec(block, names)
+    exec(first, names)
+    assert names["x"].dtype == np.float32
+    before = threads.count()
+    one, again = then.splitlines()
+    exec(one, names)
+    assert threads.count() == 1
+    exec(again, names)
+    assert threads.count() == before

@@ -248,9 +248,7 @@ def as_bound(bound: Any, like: Array) -> Array:
 def _as_tensor(a: Any, dtype: torch.dtype, like: Array) -> Array:
     if isinstance(a, torch.Tensor):
         return a.to(like.device, dtype)
-    if isinstance(a, (np.ndarray, np.generic)):
-        return torch.from_numpy(np.array(a, np.float64)).to(like.device, dtype)
-    return torch.full((), a, dtype=dtype, device=like.device)
+    return torch.from_numpy(np.array(a, np.float64)).to(like.device, dtype)
 
 
 def result(a: Array, x: Array) -> Array:

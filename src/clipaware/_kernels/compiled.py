@@ -404,8 +404,8 @@ def _rooms(x, delta, a, b):
 
 @loop
 def _reach(x, delta, a, b, per, p, order):
-    """The sum of (room/unit)^p of what moves."""
-    total, zero = per - per, per - per
+    """The sum of (room/unit)^p of what moves, in float64: eps may be just this, and must then be in reach."""
+    total, zero = 0.0, per - per
     for i in range(x.size):
         here, towards = x[i], delta[i]
         s = abs(pick(towards > 0, at(b, i), at(a, i)) - here) * per
