@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 Array = Any
@@ -74,7 +75,7 @@ class Rows(NamedTuple):
 
     def pick(self, per_row: Array, tile: Any) -> Array:
         """What belongs to a tile of something that has one value per row, or one for all, in the working dtype."""
-        return self.be.narrow(per_row if per_row.shape[0] == 1 else per_row[tile[0]], self.numerics)
+        return self.be.narrow(per_row if per_row.shape[0] == 1 else per_row[tile[0], :], self.numerics)
 
 
 class Solution(NamedTuple):
@@ -125,11 +126,19 @@ def groups(be: Backend, problem: tuple[Any, ...], numerics: Numerics, group: int
         keep = count * n <= group
         # Tiles that are kept have a number each, and so their own buffers.
         tiles = [(*span, index if keep else 0) for index, span in enumerate(spans)]
-        here = [a if a.shape[0] == 1 else a[part] for a in (lower, upper, eps)]
-        look = x[part], delta[part], here[0], here[1], here[2]
+        here = [a if a.shape[0] == 1 else a[part, :] for a in (lower, upper, eps)]
+        look = x[part, :], delta[part, :], here[0], here[1], here[2]
         load, top, bad = _looked_at(be, look, tiles, numerics, problem if checked else None)
         some_eps = here[2] if bad is None else be.where(bad, 0.0, here[2])
         yield part, Rows(be, load, tiles, keep, some_eps, p, top, numerics, buffers), bad
+
+
+def whole(be: Backend, problem: tuple[Any, ...], numerics: Numerics, keep: bool) -> tuple[Rows, Array]:
+    """All of the problem as one group of one tile, unchecked, and which of its rows are to become NaN: for a trace."""
+    x, delta, eps, lower, upper, p = problem
+    tiles = [(slice(None), slice(None), 0)]
+    load, top, bad = _looked_at(be, (x, delta, lower, upper, eps), tiles, numerics, None)
+    return Rows(be, load, tiles, keep, be.where(bad, 0.0, eps), p, top, numerics), bad
 
 
 def _looked_at(
@@ -149,7 +158,7 @@ def _looked_at(
         if clipped:
             block = block._replace(x=be.clip(block.x, block.lower, block.upper))
         if blank is not None:
-            block = block._replace(delta=be.where(blank[across], 0.0, block.delta))
+            block = block._replace(delta=be.where(blank[across, :], 0.0, block.delta))
         return block
 
     tops, senseless = [], []
@@ -311,48 +320,64 @@ def newton(
 
     A Newton step from anywhere lands left of the root or on it, and from the left they increase to it. Each is improved
     by what the passes before it tell of the slope, and the last is Newton's own, once the clipped set stays the same.
-    Rows that are `done` stay as they are, so that no row depends on the others of its group. Returns T, the `top` that
-    its unit belongs to, C, where everything is clipped and that is not enough, and the number of passes.
+    Rows that are `done` stay as they are, and so do those that need more care once the others are, so that no row
+    depends on the others of its group. Returns T, the `top` that its unit belongs to, C, where everything is clipped
+    and that is not enough, and the number of passes.
     """
     be, p, top, tiny = passes.rows.be, passes.rows.p, passes.rows.top, passes.rows.numerics.tiny
     zero = top * 0
-    T, lo, C, count, before = start, zero if total is None else start, zero, 0, None
-    while be.any_true(~done):
+
+    def step(state: tuple[Any, ...], first: bool = False) -> tuple[Any, ...]:
+        count, T, lo, C, last_T, last_A, hard, done = state
         A, C_here = passes.sums(T, top)
         C = be.where(done, C, C_here)
-        if count == NEWTON_PASSES or be.any_true(((A < tiny) | (C >= target)) & ~done):
-            return guarded_newton(passes, T, lo, C, done, target, settled, count + 1)
-        lo = root = ((target - C) / A) ** (1 / p) / passes.unit(top)
-        if before is not None:
-            root = curved(be, p, T, root, A, before)
+        hard = hard | (~done & ((A < tiny) | (C >= target)))
+        done = done | hard
+        root = better = ((target - C) / A) ** (1 / p) / passes.unit(top)
+        if not first:
+            better = curved(be, p, T, root, A, (last_T, last_A))
         elif total is not None:
-            root = extrapolated(be, p, T, root, A / total, C / target)
-        root = be.where(done, T, root)
-        done, before, T, count = done | (abs(root - T) <= settled * root), (T, A), root, count + 1
-    return T, top, C, zero > 0, count
+            better = extrapolated(be, p, T, root, A / total, C / target)
+        lo, better = be.where(done, lo, root), be.where(done, T, better)
+        return count + 1, better, lo, C, T, A, hard, done | (abs(better - T) <= settled * better)
+
+    state = (0, start, zero if total is None else start, zero, zero, zero, zero > 0, done)
+    state = be.loop(step, step(state, first=True), NEWTON_PASSES)
+    count, T, lo, C, _, _, hard, done = state
+    hard = hard | ~done
+
+    def with_care(count: Any, T: Array, top: Array, C: Array, short: Array) -> tuple[Any, ...]:
+        return guarded_newton(passes, T, lo, C, ~hard, target, settled, count)
+
+    count, T, top, C, short = be.when(hard, with_care, count, T, top, C, zero > 0)
+    return T, top, C, short, count
 
 
 def guarded_newton(
-    passes: Passes, T: Array, lo: Array, C: Array, done: Array, target: Array, settled: float, count: int
-) -> tuple[Array, Array, Array, Array, int]:
+    passes: Passes, T: Array, lo: Array, C: Array, done: Array, target: Array, settled: float, count: Any
+) -> tuple[Any, Array, Array, Array, Array]:
     """Newton for rows that need more care: a start too far right, targets out of reach, sums that underflow, and
     breakpoints in geometric progression, which take a bracket and every other pass a bisection of it. `lo` is not right
     of the root."""
     be, p, numerics = passes.rows.be, passes.rows.p, passes.rows.numerics
 
-    def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
+    def step(state: tuple[Any, ...], bisecting: bool = False) -> tuple[Any, ...]:
         count, T, top, lo, hi, from_left, C_old, short_old, done = state
         A, C = passes.sums(T, top)
-        near, to_near, short = top, top * 0 + 1.0, top < 0
         lost = (A < numerics.tiny) & ~done
-        if be.any_true(lost):
-            # The sums have lost elements to underflow: once more, in units of the largest that is not clipped.
+
+        def closer(count: Any, T: Array, near: Array, lo: Array, hi: Array, *_: Array) -> tuple[Any, ...]:
+            """The sums have lost elements to underflow: once more, in units of the largest that is not clipped."""
             biggest = passes.biggest(T, top)
             near = be.where(lost & (biggest > 0), biggest, top)
             to_near = passes.m_of(near) / passes.m_of(top)
-            T, lo, hi, count = T * to_near, lo * to_near, hi * to_near, count + 1
-            A, C = passes.sums(T, near)
+            A, C = passes.sums(T * to_near, near)
             short = lost & (biggest <= 0) & (C < target)
+            return count + 1, T * to_near, near, lo * to_near, hi * to_near, to_near, A, C, short
+
+        count, T, near, lo, hi, to_near, A, C, short = be.when(
+            lost, closer, count, T, top, lo, hi, top * 0 + 1.0, A, C, top < 0
+        )
         over = C >= target
         regular = ~over & (A > 0)
         root = be.where(regular, (target - C) / be.where(A > 0, A, 1.0), 0.0) ** (1 / p) / passes.unit(near)
@@ -362,15 +387,14 @@ def guarded_newton(
         hi = be.where(over | (regular & (root < T)), be.minimum(hi, T), hi)
         lo = be.where(regular, be.maximum(lo, root), lo)
         closed = hi <= lo * (1 + settled)
-        bisect = (hi < be.HUGE * to_near) & ~closed & from_left & (count >= NEWTON_PASSES)
+        bisect = (hi < be.HUGE * to_near) & ~closed & from_left & bisecting
         following = be.where(bisect, be.sqrt(lo) * be.sqrt(hi), lo)
         following = be.where(arrived, root, be.where(stay | done, T, following))
 
         # From the left, all that is clipped remains so, and the finer units can stay. Otherwise, back to the old ones.
         finer = ~done & regular & (root >= T) & (near < top)
         back = be.where(finer, 1.0, 1 / to_near)
-        if be.any_true(finer):
-            top = be.where(finer, near, top)
+        (top,) = be.when(finer, lambda top: (be.where(finer, near, top),), top)
         return (
             count + 1,
             following * back,
@@ -383,18 +407,21 @@ def guarded_newton(
             done | stay | arrived | closed,
         )
 
-    top = passes.rows.top
-    state = (count, T, top, lo, top * 0 + be.HUGE, T <= lo, C, top < 0, done)
-    state = be.loop(step, state, NEWTON_PASSES)
-    count, T, top, lo, hi, from_left, C, short, done = state
-    if be.any_true(~done):
+    def bracketed(*state: Any) -> tuple[Any, ...]:
+        """With a T that is not left of the root, and every other pass a bisection."""
+        count, T, top, lo, hi, from_left, C, short, done = state
         ceiling = passes.ceiling(top)
         most = passes.sums(ceiling * (1 + 4 * numerics.ulp), top)[1]
         lacking = (most < target) & ~done
         C, short, done = be.where(lacking, most, C), short | lacking, done | lacking
         state = (count + 1, T, top, lo, be.minimum(hi, ceiling), from_left, C, short, done)
-        count, T, top, _, _, _, C, short, _ = be.loop(step, state, MAX_PASSES - 1)
-    return T, top, C, short, count
+        return be.loop(partial(step, bisecting=True), state, MAX_PASSES - 1)  # type: ignore[no-any-return]
+
+    top = passes.rows.top
+    state = (count, T, top, lo, top * 0 + be.HUGE, T <= lo, C, top < 0, done)
+    state = be.loop(step, state, NEWTON_PASSES)
+    count, T, top, _, _, _, C, short, _ = be.when(~state[-1], bracketed, *state)
+    return count, T, top, C, short
 
 
 def sample_start(passes: Passes, n: int, done: Array) -> Array:
@@ -408,7 +435,7 @@ def sample_start(passes: Passes, n: int, done: Array) -> Array:
 
 
 def solve(rows: Rows, n: int, mode: str, settled: float) -> Solution:
-    """The scale of every row, and what became of it."""
+    """The scale of every row of `n` elements, and what became of it."""
     be, p, numerics = rows.be, rows.p, rows.numerics
     is_zero, at_zero = rows.top <= 0, rows.eps <= 0
     still = is_zero | at_zero
@@ -423,8 +450,7 @@ def solve(rows: Rows, n: int, mode: str, settled: float) -> Solution:
         unreachable = short = largest <= 0
         top, C, count = be.where(short, rows.top, largest), largest * 0, 1
         T = passes.target * (passes.m_of(top) / top)
-    if be.any_true(short):
-        T = be.where(short, passes.ceiling(top), T)
+    (T,) = be.when(short, lambda T: (be.where(short, passes.ceiling(top), T),), T)
     K, m = T / passes.inv, passes.m_of(top)
 
     held = K > m if mode == "at_most" else K < m if mode == "at_least" else K < 0
@@ -467,10 +493,10 @@ def write(rows: Rows, solution: Solution, mode: str, store: Callable[..., Array]
             block = rows.load(tile)
             direction = times(be, block.delta, rows.pick(1 / solution.m, tile))
             if corners:
-                direction = be.where(corner[tile[0]], be.sign(block.delta) * numerics.far, direction)
+                direction = be.where(corner[tile[0], :], be.sign(block.delta) * numerics.far, direction)
             v = store(tile, block, direction, rows.pick(be.where(corner, 1.0, K) if corners else K, tile))
             if widen:
-                z = (be.widen(v) - be.widen(block.x)) * (down if down.shape[0] == 1 else down[tile[0]])
+                z = (be.widen(v) - be.widen(block.x)) * (down if down.shape[0] == 1 else down[tile[0], :])
             else:
                 z = times(be, be.difference(v, block.x, rows.buffers), rows.pick(down, tile))
             if p == math.inf:
@@ -489,8 +515,11 @@ def write(rows: Rows, solution: Solution, mode: str, store: Callable[..., Array]
         corner, moving = corner & ~over, moving | over
     if be.any_true(moving):
         close = 1e-8 if half else numerics.close / 2
-        K = polish(rows, lambda K: norm_of(K, True), solution, moving, limit, close)
-        norm_of(K, False)
+
+        def polished(K: Array) -> tuple[Array]:
+            return (polish(rows, lambda K: norm_of(K, True), solution, moving, limit, close),)
+
+        norm_of(be.when(moving, polished, solution.K)[0], False)
 
 
 def polish(
@@ -506,7 +535,7 @@ def polish(
     edge = min(limit, 1.0)
 
     def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
-        count, K, lo, hi, at_lo, at_hi, best, gap, done = state
+        count, K, lo, hi, at_lo, at_hi, best, gap, stride, halving, done = state
         norm = norm_of(be.where(done, solution.K, K))
         new_gap = be.where(norm <= limit, abs(norm - 1), be.HUGE)
         better = ~done & (new_gap < gap)
@@ -518,10 +547,9 @@ def polish(
         middle = rounded(be.where(inside, lo + (hi - lo) / 2, K))
         secant = rounded(be.where(inside, lo + (hi - lo) * ((edge - at_lo) / be.where(inside, at_hi - at_lo, 1.0)), K))
         # Until there is a bracket: the tangent's step and a little more, twice as far each time it was too short.
-        reach = (abs(edge - norm) / solution.slope + 2 * ulp) * 2.0 ** min(count, 30)
+        reach = (abs(edge - norm) / solution.slope + 2 * ulp) * stride
         outward = rounded(be.maximum(K * be.where(above, 1 - reach, 1 + reach), 0.0))
-        between = secant if count % 2 == 0 else middle
-        between = be.where((between > lo) & (between < hi), between, middle)
+        between = be.where(~halving & (secant > lo) & (secant < hi), secant, middle)
         closed = inside & ((between <= lo) | (between >= hi))
         return (
             count + 1,
@@ -532,6 +560,8 @@ def polish(
             at_hi,
             best,
             gap,
+            be.minimum(2 * stride, 2.0**30),
+            ~halving,
             done | closed | (gap <= close + 1 - edge),
         )
 
@@ -540,7 +570,8 @@ def polish(
 
     zero, start = solution.K * 0, rounded(solution.K)
     at_worst = zero if limit < math.inf else start
-    state = (0, start, zero - 1, zero + be.HUGE, zero, zero, at_worst, zero + be.HUGE, ~moving)
+    huge = zero + be.HUGE
+    state = (0, start, zero - 1, huge, zero, zero, at_worst, huge, zero + 1.0, zero > 0, ~moving)
     state = be.loop(step, state, POLISH_PASSES)
     return be.where(moving, state[6], solution.K)
 
@@ -580,7 +611,7 @@ def summary(rows: Rows, v: Array, n: int) -> tuple[Array, Array, Array]:
     def norm(array: Callable[[Any, Block], Array]) -> Array:
         def of_tile(tile: Any) -> Array:
             block = rows.load(tile)
-            eps = rows.eps if rows.eps.shape[0] == 1 else rows.eps[tile[0]]
+            eps = rows.eps if rows.eps.shape[0] == 1 else rows.eps[tile[0], :]
             z = abs(be.widen(array(tile, block)) - be.widen(block.x)) / eps
             return be.row_max(z) if p == math.inf else be.row_sum(power(be, z, p))
 

@@ -187,6 +187,11 @@ def loop(step: Callable[[Any], Any], state: tuple[Any, ...], limit: int) -> tupl
     return state
 
 
+def when(condition: Array, change: Callable[..., Any], *state: Any) -> tuple[Any, ...]:
+    """The state, changed if the condition is true anywhere."""
+    return change(*state) if any_true(condition) else state
+
+
 def buffers() -> dict[Any, Array]:
     return _kept.__dict__
 

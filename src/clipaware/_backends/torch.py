@@ -155,6 +155,11 @@ def loop(step: Callable[[Any], Any], state: tuple[Any, ...], limit: int) -> tupl
     return state
 
 
+def when(condition: Array, change: Callable[..., Any], *state: Any) -> tuple[Any, ...]:
+    """The state, changed if the condition is true anywhere."""
+    return change(*state) if any_true(condition) else state
+
+
 def sensible(block: Block, top: Array) -> bool:
     """Whether everything is finite and x inside its bounds. Then they are in order, too."""
     inside = (block.lower <= block.x) & (block.x <= block.upper) & torch.isfinite(block.x)
