@@ -35,6 +35,13 @@ def device() -> str:
     return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
 
 
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def described(row: Row) -> str:
     """A line for a row."""
     size = f"{row['rows']} x {row['n']}" if "rows" in row else str(row.get("n", ""))
@@ -46,7 +53,7 @@ def described(row: Row) -> str:
 def save(name: str, rows: list[Row]) -> None:
     context = {
         "clipaware": ca.__version__,
-        **{package: importlib.metadata.version(package) for package in ("numpy", "numba", "torch", "foolbox")},
+        **{package: version(package) for package in ("numpy", "numba", "torch", "jax", "tensorflow-cpu", "foolbox")},
         "python": platform.python_version(),
         "device": device(),
         "date": datetime.date.today().isoformat(),
@@ -88,7 +95,7 @@ def main() -> None:
             for row in results:
                 rows.append({"case": name, **row})
                 tqdm.write(described(row))
-        if not args.quick:
+        if rows and not args.quick:  # a case without its hardware has none, and what another machine said stays
             RESULTS.mkdir(exist_ok=True)
             save(name, rows)
     if not args.quick:

@@ -201,6 +201,129 @@ def torch_speed(quick: bool) -> Iterator[Row]:
                 yield ratio(times, f"{other}{suffix}", f"clipaware{suffix}", **where)
 
 
+@case
+def jax_speed(quick: bool) -> Iterator[Row]:
+    """JAX on the CPU under jit: forward, and value and gradient, beside naive scaling and the paper's code."""
+    import jax
+    import jax.numpy as jnp
+
+    paper = paper_code()
+    for (rows, n), repeats in (((256, 3072), 25), ((64, 150_528), 7)):
+        x, delta = (jnp.asarray(a) for a in problem(rows, n))
+        eps = usual_eps(n, 2)
+
+        def naive(x: Any, delta: Any, eps: Any) -> Any:
+            return jnp.clip(x + eps / jnp.linalg.norm(delta, axis=1, keepdims=True) * delta, 0, 1)
+
+        def published(x: Any, delta: Any, eps: Any) -> Any:
+            return jnp.clip(x + paper(x, delta, eps) * delta, 0, 1)
+
+        def ready(function: Any) -> Callable[[], Any]:
+            return lambda: jax.tree.map(np.asarray, function(x, delta, eps))  # noqa: B023
+
+        def both_ways(function: Any) -> Any:
+            return jax.value_and_grad(lambda *arguments: (function(*arguments) ** 2).sum(), argnums=1)
+
+        where: Row = {"rows": rows, "n": n, "dtype": "float32", "p": 2}
+        functions: dict[str, Callable[[], Any]] = {}
+        for name, function in (("clipaware", ca.perturb), ("naive", naive), ("paper", published)):
+            for suffix, transformed in (("", function), (", and gradient", both_ways(function))):
+                functions[name + suffix] = ready(jax.jit(transformed))
+                start = time.perf_counter()
+                functions[name + suffix]()
+                taken = time.perf_counter() - start
+                yield {**where, "variant": name + suffix, "quantity": "first call", "value": taken, "unit": "s"}
+        functions["clipaware, not compiled"] = ready(ca.perturb)
+        times = timed(functions, 2 if quick else repeats)
+        yield from time_rows(times, **where)
+        for suffix in ("", ", and gradient"):
+            for other in ("naive", "paper"):
+                yield ratio(times, f"{other}{suffix}", f"clipaware{suffix}", **where)
+        error = np.abs(norm64(np.asarray(functions["clipaware"]()), np.asarray(x), 2) / eps - 1).max()
+        yield {**where, "variant": "clipaware", "quantity": "norm error", "value": error, "unit": "of eps"}
+
+
+@case
+def tensorflow_speed(quick: bool) -> Iterator[Row]:
+    """TensorFlow on the CPU under tf.function and XLA, beside naive scaling and the paper's code."""
+    import tensorflow as tf
+
+    paper = paper_code()
+    for (rows, n), repeats in (((256, 3072), 15), ((64, 150_528), 5)):
+        x, delta = (tf.constant(a) for a in problem(rows, n))
+        eps = usual_eps(n, 2)
+
+        def naive(x: Any, delta: Any) -> Any:
+            return tf.clip_by_value(x + eps / tf.norm(delta, axis=1, keepdims=True) * delta, 0, 1)  # noqa: B023
+
+        def published(x: Any, delta: Any) -> Any:
+            return tf.clip_by_value(x + paper(x, delta, eps) * delta, 0, 1)  # noqa: B023
+
+        def exact(x: Any, delta: Any) -> Any:
+            return ca.perturb(x, delta, eps)  # noqa: B023
+
+        unknown = [tf.TensorSpec((None, None), tf.float32)] * 2
+        graphs = {
+            "clipaware": tf.function(exact),
+            "clipaware, XLA": tf.function(exact, jit_compile=True),
+            "clipaware, unknown dimensions": tf.function(exact, input_signature=unknown),
+            "clipaware, eager": exact,
+            "naive": tf.function(naive),
+            # AutoGraph would rewrite EagerPy for nothing.
+            "paper": tf.function(published, autograph=False),
+        }
+        where: Row = {"rows": rows, "n": n, "dtype": "float32", "p": 2}
+        functions: dict[str, Callable[[], Any]] = {}
+        for name, graph in graphs.items():
+            functions[name] = lambda graph=graph: graph(x, delta).numpy()  # type: ignore[misc] # noqa: B023
+            start = time.perf_counter()
+            functions[name]()
+            taken = time.perf_counter() - start
+            yield {**where, "variant": name, "quantity": "first call", "value": taken, "unit": "s"}
+        times = timed(functions, 2 if quick else repeats)
+        yield from time_rows(times, **where)
+        for name in ("clipaware", "clipaware, XLA", "clipaware, unknown dimensions"):
+            for other in ("naive", "paper"):
+                yield ratio(times, other, name, **where)
+        yield ratio(times, "clipaware", "clipaware, XLA", **where)
+        error = np.abs(norm64(functions["clipaware"](), x.numpy(), 2) / eps - 1).max()
+        yield {**where, "variant": "clipaware", "quantity": "norm error", "value": error, "unit": "of eps"}
+
+
+@case
+def cupy_speed(quick: bool) -> Iterator[Row]:
+    """CuPy on a GPU, beside an addition, naive scaling and the paper's algorithm in CuPy; nothing without a GPU."""
+    try:
+        import cupy
+    except ImportError:
+        return
+    if not cupy.is_available():
+        return
+
+    from clipaware.reference import l2_clipping_aware_rescaling
+
+    for rows, n in ((256, 3072), (64, 150_528), (256, 150_528)):
+        x, delta = (cupy.asarray(a) for a in problem(rows, n))
+        eps, out = usual_eps(n, 2), cupy.empty_like(x)
+        calls: dict[str, Callable[[], Any]] = {
+            "clipaware": lambda: ca.perturb(x, delta, eps),  # noqa: B023
+            "floor": lambda: cupy.add(x, delta, out=out),  # noqa: B023
+            "naive": lambda: naive_perturb(x, delta, eps),  # noqa: B023
+            "paper": lambda: cupy.clip(x + l2_clipping_aware_rescaling(x, delta, eps) * delta, 0, 1),  # noqa: B023
+        }
+
+        def waited(call: Callable[[], Any]) -> Callable[[], Any]:
+            return lambda: (call(), cupy.cuda.Device().synchronize())
+
+        times = timed({name: waited(call) for name, call in calls.items()}, 2 if quick else 15)
+        where: Row = {"rows": rows, "n": n, "dtype": "float32", "p": 2}
+        yield from time_rows(times, **where)
+        for other in ("naive", "paper"):
+            yield ratio(times, other, "clipaware", **where)
+        error = np.abs(norm64(calls["clipaware"]().get(), x.get(), 2) / eps - 1).max()
+        yield {**where, "variant": "clipaware", "quantity": "norm error", "value": error, "unit": "of eps"}
+
+
 def compared(rows: int, n: int, repeats: int) -> Iterator[Row]:
     """Times for the plots."""
     x, delta = problem(rows, n)

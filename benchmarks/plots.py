@@ -46,6 +46,15 @@ def table(results: Results) -> str:
                 for other in ("naive", "paper")
             ]
             lines.append(f"| PyTorch, {rows:,} x {n:,}{name} | {ratios[0]:.1f}x | {ratios[1]:.0f}x | | | | |")
+    for label, case, suffix in (
+        ("JAX, jit", "jax_speed", ""),
+        ("JAX, jit, value and gradient", "jax_speed", ", and gradient"),
+        ("TensorFlow, `tf.function`", "tensorflow_speed", ""),
+    ):
+        for rows, n in ((256, 3072), (64, 150_528)) if results[case] else ():
+            variants = [f"{other}{suffix} / clipaware{suffix}" for other in ("naive", "paper")]
+            naive, paper = (value(results, case, rows, n, variant) for variant in variants)
+            lines.append(f"| {label}, {rows:,} x {n:,} | {naive:.2f}x | {paper:.0f}x | | | | |")
     return "\n".join(lines) + "\n"
 
 

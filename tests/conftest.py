@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
 
 import clipaware as ca
 from clipaware._backends import numpy as numpy_backend
 from clipaware._backends import torch as torch_backend
 
-settings.register_profile("default", deadline=None, derandomize=True, max_examples=60)
-settings.load_profile("default")
+# JAX's programs are small and many here: less time for their compilation. Before JAX is imported.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+
+
+def _optional(name: str) -> Any:
+    """A module, or None where it is not installed: then what needs it is skipped."""
+    try:
+        return import_module(name)
+    except ImportError:
+        return None
+
+
+hypothesis = _optional("hypothesis")
+array_api_strict, cupy, jax, tf = map(_optional, ("array_api_strict", "cupy", "jax", "tensorflow"))
+MODULES = {"array-api-strict": array_api_strict, "cupy": cupy, "jax": jax, "tensorflow": tf}
+jax_backend, tensorflow_backend = map(_optional, ("clipaware._backends.jax", "clipaware._backends.tensorflow"))
+
+if hypothesis is not None:
+    hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=60)
+    hypothesis.settings.load_profile("default")
 torch.set_num_threads(1)  # the tests themselves run side by side
+if jax is not None:
+    jax.config.update("jax_enable_x64", True)  # without, there is test_jax.py
 
 NUMPY_DTYPES = {
     "float16": np.dtype(np.float16),
@@ -33,10 +56,18 @@ class Backend:
     """How the tests make a framework's arrays, read them, and differentiate with it."""
 
     name: str
-    array: Callable[[Any, str], Any]  # a framework array of that dtype from a NumPy array
+    make: Callable[[Any, str], Any]  # a framework array of that dtype from a NumPy array
     numpy: Callable[[Any], Any]  # and back; bfloat16 through ml_dtypes
     # (x, delta, eps, lower, upper, g, **options), all NumPy float64 -> the five gradients of sum(g*perturb(...))
     gradients: Callable[..., list[Any]]
+    dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32", "float64")
+    checked: bool = True  # whether bad values are errors; on accelerators they make their row NaN
+
+    def array(self, a: Any, dtype: str) -> Any:
+        """A framework array of that dtype from a NumPy array; the test is skipped if there is no such dtype."""
+        if dtype not in self.dtypes:
+            pytest.skip(f"{self.name} has no {dtype}")
+        return self.make(a, dtype)
 
     def perturb(self, x: Any, delta: Any, *args: Any, dtype: str = "float64", **options: Any) -> Any:
         """perturb of NumPy arrays, through this framework."""
@@ -70,6 +101,52 @@ def _torch_gradients(x: Any, delta: Any, eps: Any, lower: Any, upper: Any, g: An
     return [a.grad.numpy() for a in inputs]
 
 
+def _to_jax(a: Any, dtype: str) -> Any:
+    return jax.numpy.asarray(np.array(a, np.float64), dtype)
+
+
+def _jax_gradients(x: Any, delta: Any, eps: Any, lower: Any, upper: Any, g: Any, **options: Any) -> list[Any]:
+    def perturb(x: Any, delta: Any, eps: Any, lower: Any, upper: Any) -> Any:
+        return ca.perturb(x, delta, eps, bounds=(lower, upper), **options)
+
+    _, pull = jax.vjp(perturb, *(jax.numpy.asarray(a, float) for a in (x, delta, eps, lower, upper)))
+    return [np.asarray(bar) for bar in pull(jax.numpy.asarray(g))]
+
+
+def _to_tensorflow(a: Any, dtype: str) -> Any:
+    return tf.constant(np.array(a).astype(NUMPY_DTYPES[dtype]))  # a cast of its own would flush subnormal numbers
+
+
+def _tensorflow_gradients(x: Any, delta: Any, eps: Any, lower: Any, upper: Any, g: Any, **options: Any) -> list[Any]:
+    inputs = [tf.constant(np.array(a, np.float64)) for a in (x, delta, eps, lower, upper)]
+    with tf.GradientTape() as tape:
+        tape.watch(inputs)
+        v = ca.perturb(*inputs[:3], bounds=tuple(inputs[3:]), **options)
+    return [a.numpy() for a in tape.gradient(v, inputs, g)]
+
+
+def _to_strict(a: Any, dtype: str) -> Any:
+    return array_api_strict.asarray(np.array(a).astype(dtype))
+
+
+def _to_cupy(a: Any, dtype: str) -> Any:
+    return cupy.asarray(np.array(a).astype(dtype))
+
+
+def _from_cupy(a: Any) -> Any:
+    return a.get()
+
+
+def _closed_form(make: Callable[..., Any], back: Callable[[Any], Any]) -> Callable[..., list[Any]]:
+    """The gradients of a framework that does not differentiate by itself."""
+
+    def gradients(x: Any, delta: Any, eps: Any, lower: Any, upper: Any, g: Any, **options: Any) -> list[Any]:
+        x, delta, eps, lower, upper, g = (make(a, "float64") for a in (x, delta, eps, lower, upper, g))
+        return [back(bar) for bar in ca.perturb_vjp(x, delta, eps, g, bounds=(lower, upper), **options)]
+
+    return gradients
+
+
 def _to_numpy(a: Any, dtype: str) -> Any:
     return np.array(a).astype(NUMPY_DTYPES[dtype])
 
@@ -81,15 +158,77 @@ BACKENDS = {
     "torch": Backend("torch", _to_torch, _from_torch, _torch_gradients),
     # As on other devices: PyTorch's own operations instead of NumPy's kernels on the same memory.
     "torch-operations": Backend("torch-operations", _to_torch, _from_torch, _torch_gradients),
+    "jax": Backend("jax", _to_jax, np.asarray, _jax_gradients),
+    # As in a trace and on other devices: one compiled program instead of NumPy's kernels.
+    "jax-operations": Backend("jax-operations", _to_jax, np.asarray, _jax_gradients, checked=False),
+    "tensorflow": Backend("tensorflow", _to_tensorflow, lambda a: a.numpy(), _tensorflow_gradients),
+    # As in a graph and on other devices: TensorFlow's own operations, though not compiled for every shape.
+    "tensorflow-operations": Backend(
+        "tensorflow-operations", _to_tensorflow, lambda a: a.numpy(), _tensorflow_gradients, checked=False
+    ),
+    "array-api-strict": Backend(
+        "array-api-strict", _to_strict, np.asarray, _closed_form(_to_strict, np.asarray), dtypes=("float32", "float64")
+    ),
+    "cupy": Backend(
+        "cupy",
+        _to_cupy,
+        _from_cupy,
+        _closed_form(_to_cupy, _from_cupy),
+        dtypes=("float16", "float32", "float64"),
+        checked=False,
+    ),
 }
 
 
-@pytest.fixture(params=BACKENDS.values(), ids=BACKENDS.keys())
+@pytest.fixture(
+    params=[pytest.param(b, id=name, marks=[pytest.mark.cuda] * (name == "cupy")) for name, b in BACKENDS.items()]
+)
 def be(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
+    subnormal = request.node.originalname in ("test_subnormal_delta", "test_mixed_scales_in_one_row")
+    if subnormal and request.param.name in ("jax-operations", "tensorflow-operations"):
+        pytest.skip("XLA and TensorFlow take subnormal numbers for 0")
+    framework = request.param.name.removesuffix("-operations")
+    if MODULES.get(framework, np) is None:
+        pytest.skip(f"{framework} is not installed")
     if request.param.name == "numpy-operations":
         monkeypatch.setattr(numpy_backend, "kernels", lambda: None)
     elif request.param.name == "torch-operations":
         monkeypatch.setattr(torch_backend, "_numpy_can", lambda x: False)
+    elif request.param.name == "jax-operations":
+        monkeypatch.setattr(jax_backend, "_at_hand", lambda *arrays: False)
+    elif request.param.name == "tensorflow-operations":
+        monkeypatch.setattr(tensorflow_backend, "_on_host", lambda a: False)
+        monkeypatch.setattr(tensorflow_backend, "_compiled", partial)
+        if request.module.__name__ == "test_properties":
+            pytest.skip("operations one by one take minutes for all the examples")
+        if request.node.originalname == "test_one_picture_of_a_batch_alone":
+            pytest.skip("TensorFlow's sums depend on the shape in their last bit")
+    elif request.param.name == "cupy":
+        if not cupy.is_available():
+            pytest.skip("CuPy finds no GPU")
     else:
         assert numpy_backend.kernels() is not None  # or these would test the operations twice
     return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def _forget_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """XLA maps memory for every program that it compiles, and Linux allows a process 65,530 maps."""
+    yield
+    maps = Path("/proc/self/maps")
+    if "jax" in request.node.nodeid and maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
+        jax.clear_caches()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of tests with many parameters, those that compile a program for each take about ten, spread over all."""
+    groups: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        backend = getattr(item, "callspec", None) and item.callspec.params.get("be")  # type: ignore[attr-defined]
+        if backend and backend.name in ("jax-operations", "tensorflow-operations"):
+            groups.setdefault((item.location[0] + item.originalname, backend.name), []).append(item)  # type: ignore[attr-defined]
+    # An odd stride, for otherwise it is always the same dtype.
+    left_out = {item for group in groups.values() for i, item in enumerate(group) if i % (len(group) // 10 | 1)}
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]

@@ -44,8 +44,6 @@ X, D = np.full((4, 6), 0.5), np.random.default_rng(0).standard_normal((4, 6))
             r"the upper bound has shape \(5,\), expected one that broadcasts to \(4, 6\)",
         ),
         ({"bounds": (np.zeros((1, 4, 6)), 1)}, ValueError, r"the lower bound has shape \(1, 4, 6\), expected"),
-        ({"bounds": (np.linspace(0, 2, 6), 1.5)}, ValueError, r"lower > upper in 2 place\(s\), first 1.6\d* > 1.5"),
-        ({"bounds": (np.full(6, math.nan), 1)}, ValueError, r"the lower bound has 6 NaN"),
         ({"bounds": ([0], 1)}, TypeError, r"the lower bound is a list, expected a number"),
         ({"axis": 2}, ValueError, r"axis is 2, expected axes from -2 to 1"),
         ({"axis": (1, -1)}, ValueError, r"axis is \(1, -1\), expected no axis twice"),
@@ -62,8 +60,15 @@ def test_options(be, changes, error, message):
             function(X, D, options["eps"], **{k: v for k, v in options.items() if k != "eps"})
 
 
+def skip_unchecked(be):
+    if not be.checked:
+        pytest.skip(f"{be.name}: values on an accelerator are not checked")
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_values(be, dtype):
+    skip_unchecked(be)
+
     def with_value(a, value, *where):
         a = a.astype(dtype)
         for i in where:
@@ -99,6 +104,15 @@ def test_values(be, dtype):
         be.perturb(with_value(X, math.inf, (2, 3)), D, 0.5, bounds=(None, None), dtype=dtype)
 
 
+def test_values_of_bounds(be):
+    skip_unchecked(be)
+    for function in (be.perturb, be.rescale):
+        with pytest.raises(ValueError, match=r"lower > upper in 2 place\(s\), first 1.6\d* > 1.5"):
+            function(X, D, 1.0, bounds=(np.linspace(0, 2, 6), 1.5))
+        with pytest.raises(ValueError, match=r"the lower bound has 6 NaN"):
+            function(X, D, 1.0, bounds=(np.full(6, math.nan), 1))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_rounding_at_the_bounds(be, dtype):
     """4 ulp outside counts as on the bound; 16 do not."""
@@ -108,6 +122,7 @@ def test_rounding_at_the_bounds(be, dtype):
     v = np.asarray(be.perturb(x, delta, 0.25, dtype=dtype), float)
     assert v[0, 0] == 1
     assert v[0, 3] == 0
+    skip_unchecked(be)
     with pytest.raises(ValueError, match=r"outside its bounds"):
         be.perturb(x + 16 * ulp, delta, 0.25, dtype=dtype)
 
@@ -118,7 +133,7 @@ def test_arrays(be):
         ca.perturb(x, be.array(D[:, :5], "float32"), 1.0)
     with pytest.raises(TypeError, match=r"delta has dtype float64, expected float32 to match x"):
         ca.perturb(x, be.array(D, "float64"), 1.0)
-    with pytest.raises(TypeError, match=r"delta is a list, expected a (numpy|torch) array to match x"):
+    with pytest.raises(TypeError, match=r"delta is a list, expected a \w+ array to match x"):
         ca.perturb(x, D.tolist(), 1.0)
     with pytest.raises(ValueError, match=r"grad has shape \(4, 5\), expected \(4, 6\)"):
         ca.perturb_vjp(x, x, 1.0, be.array(D[:, :5], "float32"))

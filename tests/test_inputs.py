@@ -97,8 +97,8 @@ def test_layouts_torch():
 
 def test_inputs_are_never_modified(be):
     rng = np.random.default_rng(0)
-    for dtype in ("float16", "float32", "float64"):
-        for n in (10, 140_000):
+    for dtype in be.dtypes:
+        for n in (10, 140_000) if be.name != "jax-operations" else (10,):
             x, delta = be.array(rng.random((3, n)), dtype), be.array(rng.standard_normal((3, n)), dtype)
             eps = be.array(np.array([0.5, 1.0, 100000.0]), "float64")
             lower, upper = be.array(np.zeros(n), dtype), be.array(np.ones((3, 1)), dtype)

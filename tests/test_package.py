@@ -33,6 +33,30 @@ def test_import_loads_no_framework():
     assert run(f"import sys, clipaware as ca; {loaded}; {used}; {loaded}") == "[]\n['numba']"
 
 
+def test_triton_is_never_imported(tmp_path):
+    """After TensorFlow that would end the process, here by a Triton that does so whenever it is imported."""
+    package = tmp_path / "triton"
+    package.mkdir()
+    (package / "__init__.py").write_text("import os\nos.abort()\n")
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import tensorflow as tf, torch, numpy as np, clipaware as ca
+x = np.full((2, 3), 0.5)
+t = torch.tensor(x, requires_grad=True)
+ca.perturb(t, t, 0.1).sum().backward()
+constant = tf.constant(x)
+with tf.GradientTape() as tape:
+    tape.watch(constant)
+    v = ca.perturb(constant, constant, 0.1)
+tape.gradient(v, constant)
+for a in (x, t, constant):
+    ca.perturb(a, a, 0.1), ca.rescale(a, a, 0.1), ca.reach(a, a), str(ca.report(a, a, 0.1))
+print("triton" in sys.modules)
+"""
+    assert run(code) == "False"
+
+
 def test_a_subclass_is_found_by_its_base():
     class Mine(np.ndarray):
         """A stranger."""

@@ -1,4 +1,4 @@
-"""The README's Python runs, and prints what it says."""
+"""The Python of the README and of the documentation runs, and prints what it says."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def blocks(path):
 BLOCKS = blocks(README)
 
 
-def test_there_is_one_for_numpy_and_one_for_torch():
-    assert [("numpy" in block, "torch" in block) for block in BLOCKS] == [(True, False), (False, True)]
+def test_there_is_one_for_each_framework():
+    assert [block.split()[1] for block in BLOCKS] == ["numpy", "torch", "jax", "tensorflow"]
 
 
 def test_numpy(capsys):
@@ -42,6 +42,62 @@ def test_torch():
     moved = torch.linalg.vector_norm((names["v"] - names["x"]).flatten(1).double(), dim=1)
     np.testing.assert_allclose(moved.detach(), 5.0, rtol=3e-7)
     assert names["delta"].grad.abs().sum() > 0
+
+
+def test_jax():
+    names: dict = {}
+    exec(BLOCKS[2], names)
+    before = names["delta"]
+    names["loss"], names["delta"] = names["step"](names["x"], before, 6.0)
+    assert names["loss"] > 0
+    assert abs(names["delta"] - before).max() > 0
+
+
+def test_tensorflow():
+    names: dict = {}
+    exec(BLOCKS[3], names)
+    for x, v in zip(names["images"], names["noisy"], strict=True):
+        # Another epoch, another noise; the norm is the same.
+        assert v.shape == x.shape
+        np.testing.assert_allclose(np.linalg.norm((v - x).numpy().reshape(16, -1), axis=1), 5.0, rtol=1e-6)
+
+
+JAX, KERAS, ARRAY_API, EAGERPY = blocks(ROOT / "docs" / "frameworks.md")
+
+
+def test_jax_training_step():
+    names: dict = {}
+    exec(JAX, names)
+    assert names["step"]._cache_size() <= 2  # eps as a number and as an array
+    assert names["value"] < 0.69  # it has learned something
+    moved = np.linalg.norm(names["v"] - names["x"], axis=1)
+    np.testing.assert_allclose(moved, 0.2, rtol=1e-6)
+    assert names["curvature"].shape == (64, 64)
+
+
+def test_keras_layer():
+    names: dict = {}
+    exec(KERAS, names)
+    x = names["x"].numpy()
+    assert sum(len(v) for v in names["noisy"]) == 64
+    for v in (names["v"], names["model"].layers[0](names["x"], training=True)):
+        np.testing.assert_allclose(np.linalg.norm((v.numpy() - x).reshape(64, -1), axis=1), 1.5, rtol=1e-6)
+    assert names["model"].layers[0](names["x"]) is names["x"]
+
+
+def test_array_api():
+    names: dict = {}
+    exec(ARRAY_API, names)
+    assert names["xp"].isdtype(names["v"].dtype, "real floating")
+    np.testing.assert_array_equal(np.asarray(names["x_bar"]), [[1, 1, 0]])
+
+
+def test_eagerpy():
+    names: dict = {}
+    exec(EAGERPY, names)
+    moved = (names["v"] - names["x"]).norms.l2(axis=1)
+    assert isinstance(moved, names["ep"].Tensor)
+    np.testing.assert_allclose(moved.numpy(), 0.6)
 
 
 def test_table_is_as_printed():

@@ -120,7 +120,7 @@ def test_modes(be, mode, p):
 @pytest.mark.parametrize("p", [1, 2, 7.5, math.inf])
 def test_reach_is_reachable(be, p):
     rng = np.random.default_rng(0)
-    for dtype in ("float16", "bfloat16", "float32", "float64"):
+    for dtype in be.dtypes:
         x, delta = (
             np.asarray(be.numpy(be.array(a, dtype)), float) for a in (rng.random((20, 300)), rng.normal(size=(20, 300)))
         )
@@ -142,7 +142,8 @@ def count_passes(monkeypatch):
 
     def counted(*args, **options):
         found = solve(*args, **options)
-        counts.append(found.passes)
+        if isinstance(found.passes, int):  # not in a trace
+            counts.append(found.passes)
         return found
 
     def counted_per_row(*args, **options):
@@ -183,7 +184,7 @@ def test_geometric_breakpoints(be, monkeypatch, ratio, p):
         eps = be.reach(x, delta, p=p)[0, 0] * share
         v = be.perturb(x, delta, eps, p=p)
         assert abs(norm64(v, x, p)[0] / eps - 1) <= 2e-14
-    assert max(counts) <= 64
+    assert max(counts, default=0) <= 64  # none are counted in a trace
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from clipaware import _check, _math
+from clipaware._dispatch import public
 from clipaware._report import Report
 
 Array = Any
@@ -32,7 +33,7 @@ class _Problem(NamedTuple):
 
     def rows(self, a: Array) -> Array:
         """From x's shape to (rows, n)."""
-        return _to_rows(self.be, a, self.order, self.x.shape)
+        return _to_rows(self.be, a, self.order, self.be.shape(self.x))
 
     def unrows(self, a: Array) -> Array:
         """Back from (rows, n) to x's shape."""
@@ -51,7 +52,7 @@ def _problem(x: Any, delta: Any, eps: Any, p: Any, bounds: Any, axis: Any) -> _P
     _check.floating(be, x, "x")
     _check.same_kind(be, x, delta, "delta")
     p = _check.norm_order(p)
-    shape = tuple(x.shape)
+    shape = be.shape(x)
     sample = _check.sample_axes(axis, len(shape))
     first = len(shape) - len(sample)
     in_order = sample == tuple(range(first, len(shape)))
@@ -71,7 +72,7 @@ def _problem(x: Any, delta: Any, eps: Any, p: Any, bounds: Any, axis: Any) -> _P
         eps = be.wide_number(eps, x)
     else:
         _check.companion(be, x, eps, "eps")
-        eps_shape = tuple(eps.shape)
+        eps_shape = _check.array(eps, "eps").shape(eps)
         _check.eps_shape(eps_shape, tuple([shape[i] for i in batch]), kept)
         _check.eps_values(eps)
         eps = be.reshape(be.as_eps(eps, x), (1, 1) if eps_shape == () else (rows, 1))
@@ -94,7 +95,7 @@ def _bound(be: Any, x: Array, bound: Any, name: str, layout: tuple[tuple[int, ..
         return be.number(bound, x), ()
     _check.companion(be, x, bound, name)
     bound = be.as_bound(bound, x)
-    came, (shape, batch, sample) = tuple(bound.shape), layout
+    came, (shape, batch, sample) = be.shape(bound), layout
     _check.bound_shape(came, shape, name)
     full, target = _expanded(came, shape, batch, sample)
     bound = be.broadcast_to(be.reshape(bound, full), target)
@@ -102,6 +103,7 @@ def _bound(be: Any, x: Array, bound: Any, name: str, layout: tuple[tuple[int, ..
     return _to_rows(be, bound, batch + sample, (rows, n)), came
 
 
+@public
 def perturb(
     x: ArrayT,
     delta: ArrayT,
@@ -157,6 +159,7 @@ def perturb(
     return problem.unrows(v)  # type: ignore[no-any-return]
 
 
+@public
 def rescale(
     x: ArrayT,
     delta: ArrayT,
@@ -220,6 +223,7 @@ def _missed(problem: _Problem, status: Array) -> Array:
     return (status == _math.UNREACHABLE) | ((status == _math.ZERO) & (problem.eps > 0))
 
 
+@public
 def reach(x: ArrayT, delta: ArrayT, *, p: float = 2, bounds: tuple[Any, Any] = (0, 1), axis: Any = "batch") -> ArrayT:
     """Return the largest norm that a perturbation along delta can have inside the bounds: where all of it is clipped.
 
@@ -245,6 +249,7 @@ def reach(x: ArrayT, delta: ArrayT, *, p: float = 2, bounds: tuple[Any, Any] = (
     return problem.be.reshape(problem.be.result(found, problem.x), problem.kept)  # type: ignore[no-any-return]
 
 
+@public
 def report(
     x: Any,
     delta: Any,
@@ -283,11 +288,12 @@ def report(
     v, eta, status = _solve(problem, mode, unreachable, write=True)
     norm, naive_norm, clipped = be.summary(*problem[1:7], v)
     reached = be.reach(*problem[1:3], *problem[4:7])
-    per_sample = be.broadcast_to(problem.eps, tuple(eta.shape))
+    per_sample = be.broadcast_to(problem.eps, be.shape(eta))
     found = [be.result(a, problem.x) for a in (per_sample, eta, norm, naive_norm, reached, clipped)]
     return Report(*(be.reshape(a, problem.kept) for a in (*found, ~_missed(problem, status))))
 
 
+@public
 def perturb_vjp(
     x: ArrayT,
     delta: ArrayT,
@@ -364,6 +370,7 @@ def _unbroadcast(problem: _Problem, bar: Array, shape: tuple[int, ...]) -> Array
     )
 
 
+@public
 def l2_clipping_aware_rescaling(x: ArrayT, delta: ArrayT, eps: Any, a: Any = 0.0, b: Any = 1.0) -> ArrayT:
     """Return eta with ``||clip(x + eta*delta, a, b) - x||_2 = eps``, under the name and signature of the paper's code.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from clipaware._dispatch import backend_of
+from clipaware._dispatch import backend_of, described, framework_of
 
 Array = Any
 
@@ -50,13 +50,6 @@ def _unpickled(rows: Array, reach: Array, args: tuple[Any, ...]) -> UnreachableE
     return error
 
 
-def described(a: Any) -> str:
-    """What an argument is, in the words of an error message."""
-    if backend_of(a) is None:
-        return f"a {type(a).__module__}.{type(a).__qualname__}".replace("a builtins.", "a ")
-    return f"a {type(a).__module__.partition('.')[0]} array"
-
-
 def array(a: Any, name: str) -> Any:
     """The backend of x."""
     be = backend_of(a)
@@ -64,7 +57,8 @@ def array(a: Any, name: str) -> Any:
         hint = (
             "; convert it first, for instance with numpy.asarray" if isinstance(a, list | tuple | int | float) else ""
         )
-        raise TypeError(f"{name} is {described(a)}, expected an array of a supported framework (NumPy, PyTorch){hint}")
+        frameworks = "NumPy, PyTorch, JAX, TensorFlow, CuPy, or any with __array_namespace__"
+        raise TypeError(f"{name} is {described(a)}, expected an array of a supported framework ({frameworks}){hint}")
     return be
 
 
@@ -82,17 +76,23 @@ def floating(be: Any, a: Array, name: str) -> None:
 
 def same_kind(be: Any, x: Array, other: Any, name: str) -> None:
     """`other` must be of x's framework, device, shape and dtype."""
-    if backend_of(other) is not be:
+    if framework_of(other) != framework_of(x):
         raise TypeError(f"{name} is {described(other)}, expected {described(x)} to match x")
-    dtype, device, shape = be.dtype_name(other), be.device_name(other), tuple(other.shape)
+    dtype, shape = be.dtype_name(other), be.shape(other)
     if dtype != be.dtype_name(x):
         floating(be, other, name)
-    if device != be.device_name(x):
-        raise TypeError(f"{name} is on {device}, expected {be.device_name(x)} to match x")
-    if shape != tuple(x.shape):
-        raise ValueError(f"{name} has shape {shape}, expected {tuple(x.shape)} to match x")
+    same_device(be, x, other, name)
+    if shape != be.shape(x):
+        raise ValueError(f"{name} has shape {shape}, expected {be.shape(x)} to match x")
     if dtype != be.dtype_name(x):
         raise TypeError(f"{name} has dtype {dtype}, expected {be.dtype_name(x)} to match x")
+
+
+def same_device(be: Any, x: Array, other: Array, name: str) -> None:
+    """A device without a name is one that is not known yet, or that does not matter."""
+    theirs, mine = be.device_name(other), be.device_name(x)
+    if theirs and mine and theirs != mine:
+        raise TypeError(f"{name} is on {theirs}, expected {mine} to match x")
 
 
 def norm_order(p: Any) -> float:
@@ -136,14 +136,14 @@ def companion(be: Any, x: Array, a: Any, name: str) -> None:
     """eps and the bounds: numbers, NumPy arrays, or arrays of x's own framework and device."""
     if is_number(a):
         return
-    other = backend_of(a)
-    if other is None or (other is not be and not isinstance(a, (np.ndarray, np.generic))):
+    other, alike = backend_of(a), framework_of(a) == framework_of(x)
+    if other is None or not (alike or isinstance(a, (np.ndarray, np.generic))):
         raise TypeError(f"{name} is {described(a)}, expected a number, a NumPy array or {described(x)} like x")
     dtype = other.dtype_name(a)
     if dtype not in FLOATS and "int" not in dtype:
         raise TypeError(f"{name} has dtype {dtype}, expected real numbers")
-    if other is be and len(a.shape) and be.device_name(a) != be.device_name(x):
-        raise TypeError(f"{name} is on {be.device_name(a)}, expected {be.device_name(x)} to match x")
+    if alike and len(a.shape):
+        same_device(be, x, a, name)
 
 
 def eps_shape(shape: tuple[int, ...], batch: tuple[int, ...], kept: tuple[int, ...]) -> None:
@@ -219,4 +219,13 @@ def values(problem: list[Array], ulp: float) -> None:
         raise ValueError(
             f"x has {int(outside.sum())} element(s) outside its bounds, the worst in sample {row}: {here[0]}, "
             f"expected {here[1]} to {here[2]}"
+        )
+
+
+def values_are_known(known: bool, traces: str) -> None:
+    """unreachable="raise" cannot look at what a trace has no values of."""
+    if not known:
+        raise ValueError(
+            f'unreachable is "raise", which needs values that are not known under {traces}; compare eps with '
+            'clipaware.reach(x, delta) instead, or choose "maximize" or "nan"'
         )

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 Array = Any
@@ -29,6 +28,7 @@ NEWTON_PASSES = 12  # plain Newton up to here, then every other pass halves the 
 MAX_PASSES = 64
 ROOMY = 1e6  # rooms up to this many units of eps can be raised to the fourth power
 POLISH_PASSES = 64
+SLACK = 2.0**-47  # how far below eps at_most stays, for norms that are added up in another order
 SAMPLE_FROM = 2**19  # rows this long first solve a sample of contiguous runs, and start there
 SAMPLE_RUNS, SAMPLE_RUN = 64, 512
 
@@ -122,7 +122,10 @@ def groups(be: Backend, problem: tuple[Any, ...], numerics: Numerics, group: int
     for start in range(0, rows, height):
         part = slice(start, min(start + height, rows))
         count = part.stop - part.start
-        spans = [(slice(i, i + tall), slice(j, j + wide)) for i in range(0, count, tall) for j in range(0, n, wide)]
+        # No slice reaches further than its axis: there, the Array API standard is silent.
+        across = [slice(i, min(i + tall, count)) for i in range(0, count, tall)]
+        along = [slice(j, min(j + wide, n)) for j in range(0, n, wide)]
+        spans = [(i, j) for i in across for j in along]
         keep = count * n <= group
         # Tiles that are kept have a number each, and so their own buffers.
         tiles = [(*span, index if keep else 0) for index, span in enumerate(spans)]
@@ -146,19 +149,17 @@ def _looked_at(
 ) -> tuple[Callable[[Any], Block], Array, Array | None]:
     """How to load a tile of these rows, their largest |delta|, and which of them make no sense, if any."""
     x, delta, lower, upper, eps = rows
-    clipped, blank = problem is None, None
+    clipped = problem is None
 
     def load(tile: Any) -> Block:
         across, along, _ = tile
         bounds = (
-            b[across if b.shape[0] > 1 else slice(None), along if b.shape[1] > 1 else slice(None)]
+            b[across if b.shape[0] != 1 else slice(None), along if b.shape[1] != 1 else slice(None)]
             for b in (lower, upper)
         )
         block = Block(*(be.narrow(a, numerics) for a in (x[across, along], delta[across, along], *bounds)))
         if clipped:
             block = block._replace(x=be.clip(block.x, block.lower, block.upper))
-        if blank is not None:
-            block = block._replace(delta=be.where(blank[across, :], 0.0, block.delta))
         return block
 
     tops, senseless = [], []
@@ -172,12 +173,13 @@ def _looked_at(
             be.explain(*problem[:2], *problem[3:5])
             clipped = True
     top = be.fold("max", tiles, tops, x)
-    bad = ~((eps >= 0) & (eps < math.inf)) | (top < 0)
+    bad = ~((eps >= 0) & (eps < math.inf) & (top < math.inf))
     if senseless:
         bad = bad | (be.fold("max", tiles, senseless, top) > 0)
-    if be.any_true(bad):
-        blank, top = bad, be.where(bad, 0.0, top)
-    return load, top, blank
+    if not be.any_true(bad):
+        return load, top, None
+    # Rows without a top are not solved, and whatever is in them does no harm.
+    return load, be.where(bad, 0.0, top), bad
 
 
 # --- one pass over the rows -------------------------------------------------------------------------------------------
@@ -219,14 +221,14 @@ class Passes:
             w = be.clip(w, -most, most)
         return w
 
-    def piece(self, tile: Any, top: Array) -> tuple[Array, ...]:
-        """The breakpoints w/d, (d/unit)^p and w^p of a tile."""
+    def piece(self, tile: Any, top: Array, T: Array | None = None) -> tuple[Array, ...]:
+        """The breakpoints w/d, (d/unit)^p and w^p of a tile, which do not depend on the T that they are for."""
         if self.kept_top is not top:
             self.kept, self.kept_top = {}, top
         if tile[2] in self.kept:
             return self.kept[tile[2]]
         rows, be = self.rows, self.rows.be
-        block = rows.load(tile)
+        block = rows.load(tile) if T is None else be.anew(rows.load(tile), T)
         w, d = self.rooms(tile, block, "room"), times(be, block.delta, rows.pick(1 / self.m_of(top), tile))
         # In these units a quotient misleads by a rounding at most: it is infinite only where d is too small to count.
         breakpoints = be.quotient(tile, w, d, rows.buffers)
@@ -247,7 +249,7 @@ class Passes:
     def sums(self, T: Array, top: Array) -> tuple[Array, Array]:
         """A and C."""
         rows, be = self.rows, self.rows.be
-        both = rows.fold("sum", lambda tile: be.row_sums(rows.pick(T, tile), *self.piece(tile, top), rows.buffers))
+        both = rows.fold("sum", lambda tile: be.row_sums(rows.pick(T, tile), *self.piece(tile, top, T), rows.buffers))
         return both[:, :1], both[:, 1:]
 
     def biggest(self, T: Array, top: Array) -> Array:
@@ -260,8 +262,19 @@ class Passes:
 
         return rows.fold("max", of_tile)
 
-    def ceiling(self, top: Array) -> Array:
-        """A T that is no less than the root; of a row that cannot reach its target, the least that clips everything."""
+    def most(self) -> Array:
+        """C where all that moves is clipped."""
+        rows, be = self.rows, self.rows.be
+
+        def of_tile(tile: Any) -> Array:
+            block = rows.load(tile)
+            w = be.where(block.delta == 0, 0.0, abs(self.rooms(tile, block, "spare")))
+            return be.row_sum(power(be, w, rows.p))
+
+        return rows.fold("sum", of_tile)
+
+    def ceiling(self) -> Array:
+        """The least T for which all that moves is clipped: not left of the root."""
         rows, be = self.rows, self.rows.be
 
         def of_tile(tile: Any) -> Array:
@@ -270,8 +283,7 @@ class Passes:
             quotient = be.widen(abs(self.rooms(tile, block, "spare"))) / be.where(size > 0, size, 1.0)
             return be.row_max(be.where(size > 0, quotient, 0.0))
 
-        m = self.m_of(top)
-        return be.minimum(rows.fold("max", of_tile), be.HUGE / m) * m
+        return be.minimum(rows.fold("max", of_tile), be.HUGE / self.m) * self.m
 
     def largest_with_room(self) -> Array:
         """The largest |delta| among the elements that can move by eps."""
@@ -327,22 +339,20 @@ def newton(
     be, p, top, tiny = passes.rows.be, passes.rows.p, passes.rows.top, passes.rows.numerics.tiny
     zero = top * 0
 
-    def step(state: tuple[Any, ...], first: bool = False) -> tuple[Any, ...]:
+    def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
         count, T, lo, C, last_T, last_A, hard, done = state
         A, C_here = passes.sums(T, top)
         C = be.where(done, C, C_here)
         hard = hard | (~done & ((A < tiny) | (C >= target)))
         done = done | hard
-        root = better = ((target - C) / A) ** (1 / p) / passes.unit(top)
-        if not first:
-            better = curved(be, p, T, root, A, (last_T, last_A))
-        elif total is not None:
-            better = extrapolated(be, p, T, root, A / total, C / target)
+        root = ((target - C) / A) ** (1 / p) / passes.unit(top)
+        first = root if total is None else extrapolated(be, p, T, root, A / total, C / target)
+        better = be.where(last_A > 0, curved(be, p, T, root, A, (last_T, last_A)), first)
         lo, better = be.where(done, lo, root), be.where(done, T, better)
         return count + 1, better, lo, C, T, A, hard, done | (abs(better - T) <= settled * better)
 
-    state = (0, start, zero if total is None else start, zero, zero, zero, zero > 0, done)
-    state = be.loop(step, step(state, first=True), NEWTON_PASSES)
+    state = (0, start, zero if total is None else start, zero, start, zero, zero > 0, done)
+    state = be.loop(step, state, NEWTON_PASSES)
     count, T, lo, C, _, _, hard, done = state
     hard = hard | ~done
 
@@ -361,8 +371,8 @@ def guarded_newton(
     of the root."""
     be, p, numerics = passes.rows.be, passes.rows.p, passes.rows.numerics
 
-    def step(state: tuple[Any, ...], bisecting: bool = False) -> tuple[Any, ...]:
-        count, T, top, lo, hi, from_left, C_old, short_old, done = state
+    def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        count, T, top, lo, hi, from_left, C_old, done = state
         A, C = passes.sums(T, top)
         lost = (A < numerics.tiny) & ~done
 
@@ -372,10 +382,9 @@ def guarded_newton(
             near = be.where(lost & (biggest > 0), biggest, top)
             to_near = passes.m_of(near) / passes.m_of(top)
             A, C = passes.sums(T * to_near, near)
-            short = lost & (biggest <= 0) & (C < target)
-            return count + 1, T * to_near, near, lo * to_near, hi * to_near, to_near, A, C, short
+            return count + 1, T * to_near, near, lo * to_near, hi * to_near, to_near, A, C, lost & (biggest <= 0)
 
-        count, T, near, lo, hi, to_near, A, C, short = be.when(
+        count, T, near, lo, hi, to_near, A, C, nothing_left = be.when(
             lost, closer, count, T, top, lo, hi, top * 0 + 1.0, A, C, top < 0
         )
         over = C >= target
@@ -383,11 +392,11 @@ def guarded_newton(
         root = be.where(regular, (target - C) / be.where(A > 0, A, 1.0), 0.0) ** (1 / p) / passes.unit(near)
 
         arrived = regular & be.where(from_left, root <= T * (1 + settled), abs(root - T) <= settled * T)
-        stay = short | (over & from_left)
+        stay = (nothing_left & ~over) | (over & from_left)
         hi = be.where(over | (regular & (root < T)), be.minimum(hi, T), hi)
         lo = be.where(regular, be.maximum(lo, root), lo)
         closed = hi <= lo * (1 + settled)
-        bisect = (hi < be.HUGE * to_near) & ~closed & from_left & bisecting
+        bisect = ~closed & from_left & (count >= NEWTON_PASSES)
         following = be.where(bisect, be.sqrt(lo) * be.sqrt(hi), lo)
         following = be.where(arrived, root, be.where(stay | done, T, following))
 
@@ -403,25 +412,16 @@ def guarded_newton(
             be.minimum(hi * back, be.HUGE),
             ~bisect,
             be.where(done, C_old, C),
-            be.where(done, short_old, short),
             done | stay | arrived | closed,
         )
 
-    def bracketed(*state: Any) -> tuple[Any, ...]:
-        """With a T that is not left of the root, and every other pass a bisection."""
-        count, T, top, lo, hi, from_left, C, short, done = state
-        ceiling = passes.ceiling(top)
-        most = passes.sums(ceiling * (1 + 4 * numerics.ulp), top)[1]
-        lacking = (most < target) & ~done
-        C, short, done = be.where(lacking, most, C), short | lacking, done | lacking
-        state = (count + 1, T, top, lo, be.minimum(hi, ceiling), from_left, C, short, done)
-        return be.loop(partial(step, bisecting=True), state, MAX_PASSES - 1)  # type: ignore[no-any-return]
-
-    top = passes.rows.top
-    state = (count, T, top, lo, top * 0 + be.HUGE, T <= lo, C, top < 0, done)
-    state = be.loop(step, state, NEWTON_PASSES)
-    count, T, top, _, _, _, C, short, _ = be.when(~state[-1], bracketed, *state)
-    return count, T, top, C, short
+    most, ceiling = passes.most(), passes.ceiling()
+    short = (most < target) & ~done
+    T, C = be.where(short, ceiling, T), be.where(short, most, C)
+    state = (count, T, passes.rows.top, lo, be.minimum(ceiling, be.HUGE), T <= lo, C, done | short)
+    count, T, top, _, _, _, C, _ = be.loop(step, state, MAX_PASSES)
+    # Next to the reach, what is missing is but rounding, and a step that makes up for it may be too long.
+    return count, be.minimum(T, ceiling * (passes.m_of(top) / passes.m)), top, C, short
 
 
 def sample_start(passes: Passes, n: int, done: Array) -> Array:
@@ -450,7 +450,7 @@ def solve(rows: Rows, n: int, mode: str, settled: float) -> Solution:
         unreachable = short = largest <= 0
         top, C, count = be.where(short, rows.top, largest), largest * 0, 1
         T = passes.target * (passes.m_of(top) / top)
-    (T,) = be.when(short, lambda T: (be.where(short, passes.ceiling(top), T),), T)
+        (T,) = be.when(short, lambda T: (be.where(short, passes.ceiling(), T),), T)
     K, m = T / passes.inv, passes.m_of(top)
 
     held = K > m if mode == "at_most" else K < m if mode == "at_least" else K < 0
@@ -470,7 +470,9 @@ def solve(rows: Rows, n: int, mode: str, settled: float) -> Solution:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def write(rows: Rows, solution: Solution, mode: str, store: Callable[..., Array], half: bool) -> None:
+def write(
+    rows: Rows, solution: Solution, mode: str, store: Callable[..., Array], half: bool, slack: float = SLACK
+) -> None:
     """Have `store` keep every block of ``v = clip(x + eta*delta)``, polished where its rounding moves the norm.
 
     ``store(columns, block, direction, k)`` keeps ``clip(x + k*direction)`` in the array's own dtype and returns what it
@@ -481,7 +483,7 @@ def write(rows: Rows, solution: Solution, mode: str, store: Callable[..., Array]
     eps = be.where(rows.eps > 0, rows.eps, 1.0)
     down = 1 / (be.pow2(eps, numerics) if p <= 4 else eps)
     # at_most is a promise in float64; elsewhere the working precision can tell whether a polish is needed.
-    limit = 1 - 32 * be.WIDE_ULP if at_most else math.inf
+    limit = 1 - slack if at_most else math.inf
     # What cannot be reached ends on its bounds, however far they are and whatever the rounding of K.
     corner = status == UNREACHABLE
 
@@ -675,11 +677,14 @@ def partials(
         w = sign * be.cast_like(active, d) * be.narrow(1 / be.where(count > 0, count, 1.0), numerics)
     else:
         # z/eps with the sign of delta. At eps = 0 it is the limit.
-        counted = free & ~still
-        powers = power(be, be.where(counted, d * be.narrow(m / top, numerics), 1.0), p)
-        norm = be.row_sum(be.where(counted, powers, 0.0))
-        limit = be.where(norm > 0, m / top / be.where(norm > 0, norm, 1.0) ** (1 / p), 0.0)
-        rate = be.narrow(be.where(at_zero, limit, eta * m * wide_inv), numerics)
+        def at_limit(rate: Array) -> tuple[Array]:
+            counted = free & ~still
+            powers = power(be, be.where(counted, d * be.narrow(m / top, numerics), 1.0), p)
+            norm = be.row_sum(be.where(counted, powers, 0.0))
+            limit = be.where(norm > 0, m / top / be.where(norm > 0, norm, 1.0) ** (1 / p), 0.0)
+            return (be.where(at_zero, limit, rate),)
+
+        rate = be.narrow(be.when(at_zero, at_limit, eta * m * wide_inv)[0], numerics)
         base = be.where(free, direction * rate, be.where(free | at_zero, 0.0, gap) * inv)
         if p == 1:
             w = sign

@@ -39,7 +39,7 @@ class Report:
     reachable: Array
 
     def __str__(self) -> str:
-        columns = [[f.name, *(_shown(v) for v in getattr(self, f.name).reshape(-1).tolist())] for f in fields(self)]
+        columns = [[f.name, *map(_shown, _flat(getattr(self, f.name)))] for f in fields(self)]
         columns.insert(0, ["sample", *map(str, range(len(columns[0]) - 1))])
         widths = [max(map(len, column)) for column in columns]
         rows = [
@@ -53,3 +53,10 @@ class Report:
 
 def _shown(value: float | bool) -> str:
     return ("yes" if value else "no") if isinstance(value, bool) else f"{value:.7g}"
+
+
+def _flat(a: Array) -> list[Any]:
+    from clipaware._dispatch import backend_of
+
+    a = getattr(a, "raw", a)  # of an EagerPy tensor
+    return backend_of(a).fetch(a).ravel().tolist()  # type: ignore[no-any-return]

@@ -17,9 +17,9 @@ __all__ = ["bisect_rescale", "l2_clipping_aware_rescaling", "naive_perturb", "so
 
 
 def _namespace(a: Array) -> Any:
-    """NumPy, or torch where the array is a tensor: then somebody has imported it already."""
-    torch = sys.modules.get("torch")
-    return torch if torch is not None and isinstance(a, torch.Tensor) else np
+    """NumPy, torch or CuPy, whatever the array is of: then somebody has imported it already."""
+    root = type(a).__module__.partition(".")[0]
+    return sys.modules[root] if root in ("torch", "cupy") else np
 
 
 def _cast(a: Any, like: Array, dtype: Any) -> Array:
@@ -30,9 +30,8 @@ def _cast(a: Any, like: Array, dtype: Any) -> Array:
 
 def _take(a: Array, indices: Array) -> Array:
     """a[i, indices[i, j]]."""
-    return (
-        np.take_along_axis(a, indices, 1) if isinstance(a, np.ndarray) else _namespace(a).take_along_dim(a, indices, 1)
-    )
+    xp = _namespace(a)
+    return xp.take_along_dim(a, indices, 1) if xp.__name__ == "torch" else xp.take_along_axis(a, indices, 1)
 
 
 @np.errstate(all="ignore")

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,6 @@ TILE = 2**17  # elements that an operation works on at a time, so that what it m
 LANE = 1024  # float32 elements that are summed in float32
 SMALL = 4096  # elements up to which branches cost less than more operations
 HUGE = 1e300
-WIDE_ULP = 2.0**-52
 LOOSE = 2.0**-13
 
 # --- array functions --------------------------------------------------------------------------------------------------
@@ -187,6 +187,11 @@ def loop(step: Callable[[Any], Any], state: tuple[Any, ...], limit: int) -> tupl
     return state
 
 
+def anew(block: Block, T: Array) -> Block:
+    """The block for another pass. Only a compiler needs to be told not to keep what it derives from it."""
+    return block
+
+
 def when(condition: Array, change: Callable[..., Any], *state: Any) -> tuple[Any, ...]:
     """The state, changed if the condition is true anywhere."""
     return change(*state) if any_true(condition) else state
@@ -211,8 +216,8 @@ def sensible(block: Block, top: Array) -> bool:
 
 
 def senseless(block: Block, x: Array) -> Array:
-    """Per row, 1 where something is not finite or the bounds are not in order, else 0. `x` is not yet clipped."""
-    fine = np.isfinite(block.x) & np.isfinite(x) & np.isfinite(block.delta) & (block.lower <= block.upper)
+    """Per row, 1 where x, not yet clipped, is not finite or the bounds are not in order, else 0."""
+    fine = np.isfinite(x) & (block.lower <= block.upper)
     return row_max((~fine).astype(np.float32))
 
 
@@ -235,6 +240,10 @@ def _name(dtype: Any) -> str:
 
 def dtype_name(a: Array) -> str:
     return _name(a.dtype)
+
+
+def shape(a: Array) -> tuple[int, ...]:
+    return a.shape  # type: ignore[no-any-return]
 
 
 def device_name(a: Array) -> str:
@@ -282,7 +291,7 @@ def as_bound(bound: Any, like: Array) -> Array:
 
 
 def sum_axes(a: Array, axes: tuple[int, ...]) -> Array:
-    return a.sum(axis=axes) if axes else a
+    return np.asarray(a.sum(axis=axes)) if axes else a
 
 
 def ndim(a: Array) -> int:
@@ -300,6 +309,15 @@ def true_rows(condition: Array) -> Array:
 
 def fetch(a: Array) -> Array:
     return a
+
+
+def memory(a: Any) -> Array:
+    """Another framework's own memory, only to be read: kernels would copy an array that calls itself read-only."""
+    array = np.asarray(a)
+    if array.dtype.itemsize < 4 or array.flags.writeable:
+        return array
+    interface = dict(array.__array_interface__, data=(array.ctypes.data, False))
+    return np.asarray(SimpleNamespace(__array_interface__=interface, owner=array))
 
 
 def _working(numerics: Numerics) -> Any:

@@ -23,7 +23,6 @@ Array = Any
 GROUP = 2**19  # elements solved together on a CPU
 BATCH = 2**26  # and elsewhere, where it bounds the memory that is needed on the way
 HUGE = 1e300
-WIDE_ULP = 2.0**-52
 LOOSE = 2.0**-13
 
 # --- array functions --------------------------------------------------------------------------------------------------
@@ -155,9 +154,14 @@ def loop(step: Callable[[Any], Any], state: tuple[Any, ...], limit: int) -> tupl
     return state
 
 
+def anew(block: Block, T: Array) -> Block:
+    """The block for another pass. Only a compiler needs to be told not to keep what it derives from it."""
+    return block
+
+
 def when(condition: Array, change: Callable[..., Any], *state: Any) -> tuple[Any, ...]:
-    """The state, changed if the condition is true anywhere."""
-    return change(*state) if any_true(condition) else state
+    """The state, changed if the condition is true anywhere; in a trace, which cannot tell, it does no harm."""
+    return change(*state) if _is_traced(condition) or any_true(condition) else state
 
 
 def sensible(block: Block, top: Array) -> bool:
@@ -167,9 +171,9 @@ def sensible(block: Block, top: Array) -> bool:
 
 
 def senseless(block: Block, x: Array) -> Array:
-    """Per row, 1 where something is not finite or the bounds are not in order, else 0. `x` is not yet clipped."""
-    bad = ~(torch.isfinite(block.x) & torch.isfinite(x) & torch.isfinite(block.delta) & (block.lower <= block.upper))
-    return row_max(bad.to(torch.float32))
+    """Per row, 1 where x, not yet clipped, is not finite or the bounds are not in order, else 0."""
+    fine = torch.isfinite(x) & (block.lower <= block.upper)
+    return row_max((~fine).to(torch.float32))
 
 
 def explain(x: Array, delta: Array, lower: Array, upper: Array) -> None:
@@ -185,6 +189,10 @@ def is_array(a: Any) -> bool:
 
 def dtype_name(a: Array) -> str:
     return str(a.dtype).removeprefix("torch.")
+
+
+def shape(a: Array) -> tuple[int, ...]:
+    return tuple(a.shape)
 
 
 def device_name(a: Array) -> str:
@@ -262,11 +270,7 @@ def result(a: Array, x: Array) -> Array:
 
 
 def true_rows(condition: Array) -> Any:
-    if _is_traced(condition):
-        raise ValueError(
-            'unreachable is "raise", which needs values that are not known under torch.compile and torch.func; compare '
-            'eps with clipaware.reach(x, delta) instead, or choose "maximize" or "nan"'
-        )
+    _check.values_are_known(not _is_traced(condition), "torch.compile and torch.func")
     return np.flatnonzero(fetch(condition))
 
 

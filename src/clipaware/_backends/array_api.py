@@ -1,0 +1,461 @@
+"""CuPy, and every other array with an ``__array_namespace__``: what the Array API standard (2024.12) has, and no more.
+
+No array is written to: some cannot be, and where there is but one group of rows, its result needs no copy.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache, reduce
+from typing import Any
+
+import numpy as np
+
+from clipaware import _math
+from clipaware._backends import numpy as host
+from clipaware._math import DOUBLE, SINGLE, Block, Numerics
+
+try:
+    import array_api_compat
+except ImportError as error:
+    raise ImportError(
+        "arrays of this type need the package array-api-compat: pip install 'clipaware[array-api]'"
+    ) from error
+
+Array = Any
+Namespace = Any
+
+GROUP = 2**19  # elements solved together on a CPU
+BATCH = 2**26  # and elsewhere, where it bounds the memory that is needed on the way
+LONG, PARTS = 2**16, 256  # a row this long is added up in this many parts, if there are few
+HUGE = 1e300
+LOOSE = 2.0**-13
+
+_namespaces: dict[type, Namespace] = {}
+_wides: dict[tuple[Namespace, str], Any] = {}
+
+
+def _xp(a: Array) -> Namespace:
+    found = _namespaces.get(type(a))
+    if found is None:
+        found = _namespaces[type(a)] = array_api_compat.array_namespace(a)
+    return found
+
+
+def _wide(a: Array) -> Any:
+    """float64, unless the array's device has none."""
+    xp = _xp(a)
+    key = xp, str(a.device)  # CuPy's devices cannot be keys
+    if key not in _wides:
+        info = getattr(xp, "__array_namespace_info__", None)
+        known = info is None or "float64" in info().dtypes(device=a.device, kind="real floating")
+        _wides[key] = xp.float64 if known else xp.float32
+    return _wides[key]
+
+
+def _working(a: Array, numerics: Numerics) -> Any:
+    return _xp(a).float32 if numerics is SINGLE else _xp(a).float64
+
+
+def _cast(a: Array, dtype: Any) -> Array:
+    return a if a.dtype == dtype else _xp(a).astype(a, dtype)
+
+
+# --- array functions --------------------------------------------------------------------------------------------------
+
+
+def where(condition: Array, yes: Any, no: Any) -> Array:
+    """xp.where, also of two numbers. The standard wants an array among them, to tell the dtype."""
+    xp = _xp(condition)
+    if isinstance(yes, int | float) and isinstance(no, int | float):
+        yes = xp.full((1, 1), yes, dtype=xp.int32, device=condition.device)  # the status of a row
+    return xp.where(condition, yes, no)
+
+
+def sqrt(a: Array) -> Array:
+    return _xp(a).sqrt(a)
+
+
+def sign(a: Array) -> Array:
+    return _xp(a).sign(a)
+
+
+def minimum(a: Array, b: Any) -> Array:
+    return _xp(a).minimum(a, b)
+
+
+def maximum(a: Array, b: Any) -> Array:
+    return _xp(a).maximum(a, b)
+
+
+def clip(a: Array, lower: Any, upper: Any) -> Array:
+    # Not xp.clip: for CuPy, array-api-compat makes one of boolean masks, each of which waits for the GPU.
+    return minimum(maximum(a, lower), upper)
+
+
+def power(a: Array, p: float) -> Array:
+    """a^p by way of float64, since a float32 power may be biased, which a sum does not average out."""
+    return _cast(widen(a) ** p, a.dtype)
+
+
+def bound_ahead(delta: Array, lower: Array, upper: Array) -> Array:
+    # By the sign bit: a room, even of what does not move, is never negative over delta.
+    xp = _xp(delta)
+    return xp.where(xp.signbit(delta), lower, upper)
+
+
+def room(key: Any, block: Block, buffers: None) -> Array:
+    """Distance from x to the bound that delta points to, with the sign of delta."""
+    return bound_ahead(block.delta, block.lower, block.upper) - block.x
+
+
+def raised(tile: Any, a: Array, p: float, buffers: None) -> Array:
+    """|a|^p."""
+    return a * a if p == 2 else _math.power(_this, abs(a), p)
+
+
+def quotient(tile: Any, w: Array, d: Array, buffers: None) -> Array:
+    return w / d
+
+
+def difference(v: Array, x: Array, buffers: None) -> Array:
+    return v - x
+
+
+def buffers() -> None:
+    return None
+
+
+def fold(combine: str, tiles: list[Any], values: list[Array], like: Array) -> Array:
+    """Values per row of each tile, added up or maximised: a group is one tile, or one row in several."""
+    return reduce(operator.add if combine == "sum" else maximum, map(widen, values))
+
+
+def _along_rows(reduction: Callable[..., Array], a: Array, **options: Any) -> Array:
+    """A reduction, of few long rows in parts: CuPy has no more than one block of threads for each of its results."""
+    rows, n = a.shape
+    parts = math.gcd(n, PARTS) if rows < PARTS and n >= LONG else 1
+    if parts > 1:
+        a = reduction(reshape(a, (rows, parts, n // parts)), axis=-1, **options)
+    return reduction(a, axis=-1, keepdims=True, **options)
+
+
+def row_sum(a: Array) -> Array:
+    return _along_rows(_xp(a).sum, a, dtype=_wide(a))
+
+
+def row_dot(u: Array, v: Array) -> Array:
+    return row_sum(u * v)
+
+
+def row_sums(t: Array, breakpoints: Array, dp: Array, wp: Array, buffers: None) -> Array:
+    """(rows, 2): the sum of dp over t < breakpoints, and of wp over the rest."""
+    xp, clipped = _xp(dp), t >= breakpoints
+    return xp.concat((row_sum(xp.where(clipped, 0.0, dp)), row_sum(xp.where(clipped, wp, 0.0))), axis=1)
+
+
+def row_max(a: Array) -> Array:
+    return _along_rows(_xp(a).max, a)
+
+
+def _row_min(a: Array) -> Array:
+    return _along_rows(_xp(a).min, a)
+
+
+def row_top(delta: Array) -> Array:
+    """The largest |delta|."""
+    return maximum(row_max(delta), -_row_min(delta))
+
+
+def any_true(condition: Array) -> bool:
+    return bool(_xp(condition).any(condition))
+
+
+def widen(a: Array) -> Array:
+    return _cast(a, _wide(a))
+
+
+def narrow(a: Array, numerics: Numerics) -> Array:
+    return _cast(a, _working(a, numerics))
+
+
+def cast_like(a: Array, like: Array) -> Array:
+    with np.errstate(over="ignore"):
+        return _cast(a, like.dtype)
+
+
+def constant(a: Array) -> Array:
+    return a
+
+
+def pow2(a: Array, numerics: Numerics) -> Array:
+    """A power of two near a whose reciprocal is a normal number too: 1 for every a that is neither large nor small."""
+    xp, limit = _xp(a), 126 if numerics is SINGLE else 1022
+    exponent = clip(xp.floor(xp.log2(a)), -limit, limit)
+    exponent = xp.where(abs(exponent) <= 8, 0.0, exponent)
+    # exp2 is not in the standard, but where there is one it is exact, which a power on a GPU need not be.
+    return xp.exp2(exponent) if hasattr(xp, "exp2") else 2.0**exponent
+
+
+def runs(n: int, count: int, length: int) -> slice:
+    """What to take for a sample of as many elements. The standard has no gather of runs that is cheaper than a stride.
+
+    A stride in step with colour channels or the rows of a picture would sample one kind of them.
+    """
+    stride = n // (count * length)
+    while math.gcd(stride, 6) > 1:
+        stride -= 1
+    return slice(0, stride * count * length, stride)
+
+
+def loop(step: Callable[[Any], Any], state: tuple[Any, ...], limit: int) -> tuple[Any, ...]:
+    """Repeat `step` until every row is done, as the last of the state says, or the first, a count, is at its limit."""
+    while state[0] < limit and not bool(_xp(state[-1]).all(state[-1])):
+        state = step(state)
+    return state
+
+
+def anew(block: Block, T: Array) -> Block:
+    """The block for another pass. Only a compiler needs to be told not to keep what it derives from it."""
+    return block
+
+
+def when(condition: Array, change: Callable[..., Any], *state: Any) -> tuple[Any, ...]:
+    """The state, changed if the condition is true anywhere."""
+    return change(*state) if any_true(condition) else state
+
+
+def sensible(block: Block, top: Array) -> bool:
+    """Whether everything is finite and x inside its bounds. Then they are in order, too."""
+    xp = _xp(block.x)
+    inside = (block.lower <= block.x) & (block.x <= block.upper) & xp.isfinite(block.x)
+    return bool(xp.all(inside)) and bool(xp.all(top < math.inf))
+
+
+def senseless(block: Block, x: Array) -> Array:
+    """Per row, 1 where x, not yet clipped, is not finite or the bounds are not in order, else 0.
+
+    The extremes of a row are NaN if anything in it is, and reductions make no arrays of x's size.
+    """
+    xp, lower, upper = _xp(x), block.lower, block.upper
+    fine = (lower <= upper) & (lower < math.inf) & (upper > -math.inf)
+    bad = xp.any(~fine, axis=-1, keepdims=True) | ~(xp.isfinite(row_max(x)) & xp.isfinite(_row_min(x)))
+    return xp.astype(bad, xp.float32)
+
+
+def explain(x: Array, delta: Array, lower: Array, upper: Array) -> None:
+    host.explain(fetch(x), fetch(delta), fetch(lower), fetch(upper), dtype_name(x))
+
+
+# --- what the API asks for --------------------------------------------------------------------------------------------
+
+
+def is_array(a: Any) -> bool:
+    return bool(array_api_compat.is_array_api_obj(a))
+
+
+def dtype_name(a: Array) -> str:
+    return str(a.dtype).rpartition(".")[2]
+
+
+def shape(a: Array) -> tuple[int, ...]:
+    return tuple(a.shape)
+
+
+def device_name(a: Array) -> str:
+    return str(a.device)
+
+
+def _on_cpu(a: Array) -> bool:
+    # What a device is the standard leaves open; libraries with one for the CPU call it so.
+    return "cpu" in device_name(a).lower()
+
+
+def values_of(a: Array) -> Any:
+    """The array for its values to be checked; None where that would wait for a device."""
+    return fetch(a) if _on_cpu(a) else None
+
+
+@cache
+def _cpu(xp: Namespace) -> Any:
+    """The device that a CPU is; for CuPy, array-api-compat has a word for it."""
+    return next((device for device in xp.__array_namespace_info__().devices() if "cpu" in str(device).lower()), "cpu")
+
+
+def fetch(a: Array) -> Any:
+    """As a NumPy array."""
+    a = a if _on_cpu(a) else array_api_compat.to_device(a, _cpu(_xp(a)))
+    # NumPy wraps what it does not know into an array of objects.
+    return np.asarray(a) if hasattr(a, "__array__") or hasattr(a, "__buffer__") else np.from_dlpack(a)
+
+
+def permute(a: Array, axes: tuple[int, ...]) -> Array:
+    return _xp(a).permute_dims(a, axes)
+
+
+def reshape(a: Array, shape: tuple[int, ...]) -> Array:
+    return _xp(a).reshape(a, shape)
+
+
+def broadcast_to(a: Array, shape: tuple[int, ...]) -> Array:
+    return _xp(a).broadcast_to(a, shape)
+
+
+def sum_axes(a: Array, axes: tuple[int, ...]) -> Array:
+    return _xp(a).sum(a, axis=axes) if axes else a
+
+
+def ndim(a: Array) -> int:
+    return int(a.ndim)
+
+
+def number(value: Any, like: Array) -> Array:
+    """A bound for all rows and elements."""
+    return _xp(like).full((1, 1), float(value), dtype=like.dtype, device=like.device)
+
+
+def wide_number(value: Any, like: Array) -> Array:
+    """An eps for all rows, in float64: it is never rounded to x's dtype."""
+    return _xp(like).full((1, 1), float(value), dtype=_wide(like), device=like.device)
+
+
+def as_eps(eps: Any, like: Array) -> Array:
+    return _as_array(eps, _wide(like), like)
+
+
+def as_bound(bound: Any, like: Array) -> Array:
+    return _as_array(bound, like.dtype, like)
+
+
+def _as_array(a: Any, dtype: Any, like: Array) -> Array:
+    if isinstance(a, np.ndarray | np.generic):
+        # By way of float64: what else NumPy has, other libraries may not know.
+        return _xp(like).asarray(np.asarray(a, np.float64), dtype=dtype, device=like.device)
+    a = a if a.device == like.device else array_api_compat.to_device(a, like.device)
+    return _cast(a, dtype)
+
+
+def result(a: Array, x: Array) -> Array:
+    """In x's dtype, or float32 if that is wider."""
+    xp = _xp(x)
+    return _cast(a, xp.float64 if x.dtype == xp.float64 else xp.float32)
+
+
+def true_rows(condition: Array) -> Any:
+    return np.flatnonzero(fetch(condition))
+
+
+def _numerics(x: Array) -> Numerics:
+    return DOUBLE if x.dtype == _xp(x).float64 else SINGLE
+
+
+def _groups(*problem: Any) -> Any:
+    x = problem[0]
+    on_cpu = _on_cpu(x)
+    size = GROUP if on_cpu else BATCH
+    # As large as a group, there is one tile to it, unless a row alone is larger.
+    return _math.groups(_this, problem, _numerics(x), size, size, checked=on_cpu)
+
+
+def _joined(pieces: Iterable[Array], axis: int) -> Array:
+    pieces = list(pieces)
+    return pieces[0] if len(pieces) == 1 else _xp(pieces[0]).concat(pieces, axis=axis)
+
+
+def solve(
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, mode: str, write: bool
+) -> tuple[Array, Array, Array]:
+    """v (None unless `write`), eta and status."""
+    xp, (rows, n) = _xp(x), x.shape
+    if not rows * n:
+        zero = xp.zeros((rows, 1), dtype=_wide(x), device=x.device)
+        return xp.zeros_like(x) if write else None, zero, where(zero == 0, _math.ZERO, _math.ZERO)
+    half = dtype_name(x) in ("float16", "bfloat16")
+    solved = []
+    # Of arrays that wrap NumPy's: no warnings of what is in rows that are not solved.
+    with np.errstate(all="ignore"):
+        for _, group, blank in _groups(x, delta, eps, lower, upper, p):
+            found = _math.solve(group, n, mode, LOOSE if write and group.numerics is SINGLE else group.numerics.settled)
+            v, eta = None, found.K / found.m
+            pieces: dict[int, Array] = {}
+
+            def store(tile: Any, block: Block, direction: Array, k: Array, pieces: dict[int, Array] = pieces) -> Array:
+                v = clip(direction * k + block.x, block.lower, block.upper)
+                kept = pieces[tile[1].start] = _cast(v, x.dtype)
+                return _cast(kept, v.dtype)
+
+            if write:
+                _math.write(group, found, mode, store, half)
+                v = _joined(pieces.values(), axis=1)
+            if blank is not None:
+                eta = where(blank, math.nan, eta)
+                v = where(blank, math.nan, v) if write else None
+            solved.append((v, eta, found.status))
+    vs, etas, statuses = zip(*solved, strict=True)
+    return _joined(vs, axis=0) if write else None, _joined(etas, axis=0), _joined(statuses, axis=0)
+
+
+def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float) -> Array:
+    xp, (rows, n) = _xp(x), x.shape
+    if not rows * n:
+        return xp.zeros((rows, 1), dtype=_wide(x), device=x.device)
+    found = []
+    with np.errstate(all="ignore"):
+        for _, group, blank in _groups(x, delta, wide_number(1, x), lower, upper, p):
+            reached = _math.reach(group)
+            found.append(reached if blank is None else where(blank, math.nan, reached))
+    return _joined(found, axis=0)
+
+
+def summary(
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, v: Array
+) -> tuple[Array, Array, Array]:
+    """Of v: norm, naive norm and share of elements at their bounds."""
+    rows, n = x.shape
+    if not rows * n:
+        zero = _xp(x).zeros((rows, 1), dtype=_wide(x), device=x.device)
+        return zero, zero, zero
+    with np.errstate(all="ignore"):
+        found = [_math.summary(group, v[part, :], n) for part, group, _ in _groups(x, delta, eps, lower, upper, p)]
+    norms, naive_norms, clipped = (_joined(pieces, axis=0) for pieces in zip(*found, strict=True))
+    return norms, naive_norms, clipped
+
+
+def vjp(
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, eta: Array, status: Array, g: Array
+) -> tuple[Array, ...]:
+    """Gradients of x, delta, eps and the bounds, those summed to their rows form."""
+    xp, (rows, n), numerics = _xp(x), x.shape, _numerics(x)
+    like = x, delta, eta, lower, upper
+    if not rows * n:
+        return tuple(xp.zeros_like(a) for a in like)
+    height = max(1, (GROUP if _on_cpu(x) else BATCH) // n)
+    found = []
+    with np.errstate(all="ignore"):
+        for start in range(0, rows, height):
+            part = slice(start, min(start + height, rows))
+            here = [a if a.shape[0] == 1 else a[part, :] for a in (x, delta, lower, upper, eps, eta, status, g)]
+            block, (some_eps, some_eta) = Block(*(narrow(a, numerics) for a in here[:4])), here[4:6]
+            parts = _math.partials(_this, block, some_eps, some_eta, here[6], p, numerics)
+            x_bar, delta_bar, c_bar, eps_bar = _math.vjp(_this, parts, narrow(here[7], numerics), 0.0, numerics)
+            lower_bar, upper_bar = where(block.delta < 0, c_bar, 0.0), where(block.delta > 0, c_bar, 0.0)
+            bars = [where(xp.isnan(some_eta), math.nan, a) for a in (x_bar, delta_bar, eps_bar, lower_bar, upper_bar)]
+            found.append([_summed(bar, a) for bar, a in zip(bars, like, strict=True)])
+    return tuple(
+        _cast(
+            reduce(operator.add, pieces) if a.shape[0] == 1 else _joined(pieces, axis=0), a.dtype if i < 2 else _wide(x)
+        )
+        for i, (pieces, a) in enumerate(zip(zip(*found, strict=True), like, strict=True))
+    )
+
+
+def _summed(bar: Array, like: Array) -> Array:
+    """Over what was broadcast."""
+    axes = tuple(axis for axis in (0, 1) if like.shape[axis] == 1 < bar.shape[axis])
+    return _xp(bar).sum(bar, axis=axes, keepdims=True, dtype=_wide(bar)) if axes else bar
+
+
+_this = sys.modules[__name__]

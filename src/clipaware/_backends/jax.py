@@ -1,0 +1,498 @@
+"""JAX: one traced program for all rows, differentiated in closed form by a ``custom_jvp``; or on a CPU NumPy's solver.
+
+Newton is a ``lax.while_loop``, and nothing calls back to the host. Numbers per row and the last steps of sums are
+float64 whether or not the user has enabled it: inside the solver x64 is on, and what leaves it has a dtype that the
+user's setting allows. (Derivatives are in that dtype: what JAX does with them happens outside.)
+
+Arrays outside of any transformation, with their values at hand on a CPU, are solved by NumPy's backend on their own
+memory: nothing is compiled for every new shape, and values are checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from clipaware import _check, _math
+from clipaware._backends import numpy as host
+from clipaware._math import DOUBLE, SINGLE, Block, Numerics
+from clipaware._report import Report
+
+Array = Any
+
+HUGE = 1e300
+LOOSE = 2.0**-13
+SLACK = 2.0**-46  # how far at_most stays below eps: XLA's powers are off by up to 1e-14
+# Rows are reduced by parts, of which this many lie side by side, and two arrays or two halves at a time: of that XLA
+# makes vectors, whereas along a row, or of one array, it takes one element after another: five to ten times as long.
+PARTS = 12
+HALVES = {"float16": (5, 10), "bfloat16": (8, 7)}  # bits of their exponents and mantissas
+
+jax.tree_util.register_dataclass(Report, [field.name for field in dataclasses.fields(Report)], [])
+
+# --- array functions --------------------------------------------------------------------------------------------------
+
+where = jnp.where
+minimum = jnp.minimum
+maximum = jnp.maximum
+sqrt = jnp.sqrt
+sign = jnp.sign
+clip = jnp.clip
+constant = lax.stop_gradient
+
+
+def power(a: Array, p: float) -> Array:
+    """a^p by way of float64, since a float32 power may be biased, which a sum does not average out."""
+    return jnp.power(widen(a), p).astype(a.dtype)
+
+
+def bound_ahead(delta: Array, lower: Array, upper: Array) -> Array:
+    # By the sign bit: a room, even of what does not move, is never negative over delta.
+    return jnp.where(jnp.signbit(delta), lower, upper)
+
+
+def room(key: Any, block: Block, buffers: None) -> Array:
+    """Distance from x to the bound that delta points to, with the sign of delta."""
+    return bound_ahead(block.delta, block.lower, block.upper) - block.x
+
+
+def raised(tile: Any, a: Array, p: float, buffers: None) -> Array:
+    """|a|^p."""
+    return _math.power(_this, abs(a), p)
+
+
+def quotient(tile: Any, w: Array, d: Array, buffers: None) -> Array:
+    return w / d
+
+
+def difference(v: Array, x: Array, buffers: None) -> Array:
+    return v - x
+
+
+def buffers() -> None:
+    return None
+
+
+def fold(combine: str, tiles: list[Any], values: list[Array], like: Array) -> Array:
+    """Values per row of the one tile that there is."""
+    return widen(values[0])
+
+
+def _parted(a: Array) -> list[Array]:
+    """Rows as (rows, k, n // k), for a reduction of the middle axis, and what is left over, if anything, as it is."""
+    rows, n = a.shape
+    k = next((k for k in range(PARTS, 5, -1) if n % k == 0), PARTS)
+    whole = n - n % k
+    return [a[:, :whole].reshape(rows, k, n // k)] + ([a[:, whole:]] if whole < n else [])
+
+
+def _added(a: Array, b: Array) -> tuple[Array, Array]:
+    """The sums of rows of two arrays; of few elements in their own dtype, and then in float64."""
+    if a.shape[1] < 10 * PARTS:
+        return _reduced(widen(a), widen(b))
+    (a, *a_left), (b, *b_left) = _parted(a), _parted(b)
+    totals = [_added(*map(widen, _reduced(a, b))), *map(_added, a_left, b_left)]
+    return sum(total[0] for total in totals), sum(total[1] for total in totals)
+
+
+def _reduced(a: Array, b: Array) -> tuple[Array, Array]:
+    zero = np.zeros((), a.dtype)
+    return lax.reduce((a, b), (zero, zero), lambda s, t: (s[0] + t[0], s[1] + t[1]), (1,))  # type: ignore[no-any-return]
+
+
+@jax.custom_jvp
+def row_sum(a: Array) -> Array:
+    half = a.shape[1] // 2
+    total = sum(_added(a[:, :half], a[:, half : 2 * half]))[:, None]  # type: ignore[index]
+    return total + widen(a[:, 2 * half :]).sum(1, keepdims=True) if a.shape[1] % 2 else total
+
+
+@row_sum.defjvp
+def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return row_sum(*primals), linear.row_sum(*tangents)
+
+
+def row_dot(u: Array, v: Array) -> Array:
+    return row_sum(u * v)
+
+
+def row_sums(t: Array, breakpoints: Array, dp: Array, wp: Array, buffers: None) -> Array:
+    """(rows, 2): the sum of dp over t < breakpoints, and of wp over the rest."""
+    clipped = t >= breakpoints
+    return jnp.stack(_added(jnp.where(clipped, 0.0, dp), jnp.where(clipped, wp, 0.0)), axis=1)
+
+
+def row_max(a: Array) -> Array:
+    if a.shape[1] < 10 * PARTS:
+        return a.max(1, keepdims=True)
+    parts, *rest = _parted(a)
+    most = row_max(parts.max(1))
+    return jnp.maximum(most, row_max(rest[0])) if rest else most
+
+
+def row_top(delta: Array) -> Array:
+    """The largest |delta|."""
+    return row_max(abs(delta))
+
+
+def any_true(condition: Array) -> bool:
+    """It may be: a trace cannot know."""
+    return True
+
+
+def _working(numerics: Numerics) -> Any:
+    return jnp.float32 if numerics is SINGLE else jnp.float64
+
+
+def _wide() -> Any:
+    """float64 inside of the solver, and outside of it if the user has allowed that."""
+    return jnp.float64 if jax.config.jax_enable_x64 else jnp.float32  # type: ignore[attr-defined]
+
+
+def widen(a: Array) -> Array:
+    return a.astype(_wide())
+
+
+def narrow(a: Array, numerics: Numerics) -> Array:
+    return a.astype(_working(numerics))
+
+
+def cast_like(a: Array, like: Array) -> Array:
+    return a.astype(like.dtype)
+
+
+def pow2(a: Array, numerics: Numerics) -> Array:
+    """A power of two near a whose reciprocal is a normal number too: 1 for every a that is neither large nor small."""
+    limit = 126 if numerics is SINGLE else 1022
+    exponent = jnp.clip(jnp.frexp(a)[1] - 1, -limit, limit)
+    return jnp.ldexp(jnp.ones_like(a), jnp.where(abs(exponent) <= 8, 0, exponent))
+
+
+def loop(step: Callable[[Any], Any], state: tuple[Any, ...], limit: int) -> tuple[Any, ...]:
+    """Repeat `step` until every row is done, as the last of the state says, or the first, a count, is at its limit."""
+    return lax.while_loop(lambda now: (now[0] < limit) & ~now[-1].all(), step, (jnp.int32(state[0]), *state[1:]))
+
+
+def anew(block: Block, T: Array) -> Block:
+    """The block for another pass. XLA would keep several arrays derived from it instead, and read those."""
+    return Block(*lax.optimization_barrier((*block, T))[:4])  # type: ignore[no-untyped-call]
+
+
+def when(condition: Array, change: Callable[..., Any], *state: Any) -> tuple[Any, ...]:
+    """The state, changed if the condition is true anywhere."""
+    return lax.cond(condition.any(), change, lambda *same: same, *state)  # type: ignore[no-any-return]
+
+
+def senseless(block: Block, x: Array) -> Array:
+    """Per row, not 0 where x, not yet clipped, is not finite or the bounds are not in order."""
+    disorder = row_max(jnp.where(block.lower <= block.upper, 0.0, 1.0))
+    # What is not finite makes the sum NaN, in much less time than asking every element.
+    return jnp.where(jnp.isnan(row_sum(x.astype(jnp.float32) * 0)), 1.0, disorder)
+
+
+# What _math.jvp needs of a backend, and JAX transposes: it knows the transpose of its own sum alone.
+linear = SimpleNamespace(where=where, narrow=narrow, row_sum=lambda a: jnp.sum(a, axis=1, keepdims=True, dtype=_wide()))
+
+
+# --- what the API asks for --------------------------------------------------------------------------------------------
+
+
+def is_array(a: Any) -> bool:
+    return isinstance(a, jax.Array)
+
+
+def dtype_name(a: Array) -> str:
+    return str(a.dtype)
+
+
+def shape(a: Array) -> tuple[int, ...]:
+    return tuple(a.shape)
+
+
+def _is_traced(*arrays: Array) -> bool:
+    return any(isinstance(a, jax.core.Tracer) for a in arrays)
+
+
+def _at_hand(*arrays: Array) -> bool:
+    """Whether values can be looked at without waiting for a device or a trace."""
+    if _is_traced(*arrays):
+        return False
+    devices = [device for a in arrays for device in a.devices()]
+    return len(devices) == len(arrays) and all(device.platform == "cpu" for device in devices)
+
+
+def device_name(a: Array) -> str:
+    """Where the array was put; nothing if JAX may move it."""
+    return "" if _is_traced(a) or not a.committed else ", ".join(sorted(map(str, a.devices())))
+
+
+def values_of(a: Array) -> Any:
+    """The array for its values to be checked; None where that would wait for a device or a trace."""
+    return np.asarray(a, np.float64) if _at_hand(a) else None
+
+
+def fetch(a: Array) -> Any:
+    return np.asarray(a)
+
+
+def permute(a: Array, axes: tuple[int, ...]) -> Array:
+    return jnp.transpose(a, axes)
+
+
+reshape = jnp.reshape
+broadcast_to = jnp.broadcast_to
+
+
+def sum_axes(a: Array, axes: tuple[int, ...]) -> Array:
+    return a.sum(axes)
+
+
+def ndim(a: Array) -> int:
+    return int(a.ndim)
+
+
+def number(value: Any, like: Array) -> Array:
+    """A bound for all rows and elements."""
+    return jnp.full((1, 1), value, like.dtype)
+
+
+def wide_number(value: Any, like: Array) -> Array:
+    """An eps for all rows; never rounded to x's dtype, unless x64 is off and it is float32."""
+    return jnp.full((1, 1), value, _wide())
+
+
+def as_eps(eps: Any, like: Array) -> Array:
+    return jnp.asarray(eps, _wide())
+
+
+def as_bound(bound: Any, like: Array) -> Array:
+    return jnp.asarray(bound, like.dtype)
+
+
+def result(a: Array, x: Array) -> Array:
+    """In x's dtype, or float32 if that is wider."""
+    return a.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+
+
+def true_rows(condition: Array) -> Any:
+    _check.values_are_known(not _is_traced(condition), "jax.jit and other transformations of JAX")
+    return np.flatnonzero(fetch(condition))
+
+
+def _numerics(x: Array) -> Numerics:
+    return DOUBLE if x.dtype == jnp.float64 else SINGLE
+
+
+def _block(x: Array, delta: Array, lower: Array, upper: Array, numerics: Numerics) -> Block:
+    return Block(*(narrow(a, numerics) for a in (x, delta, lower, upper)))
+
+
+def _rounded(v: Array, dtype: str) -> Array:
+    """v as an array of that dtype holds it. Not by a cast and back, which XLA may take for superfluous."""
+    return lax.reduce_precision(v, *HALVES[dtype]) if dtype in HALVES else v
+
+
+@partial(jax.jit, static_argnames=("p", "mode", "write"))
+def _solved(
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, mode: str, write: bool
+) -> tuple[Array, ...]:
+    """v (without columns unless `write`), eta and status, of a traced problem."""
+    wide, numerics = _wide(), _numerics(x)
+    if not x.size:
+        return (
+            x if write else x[:, :0],
+            jnp.zeros((x.shape[0], 1), wide),
+            jnp.full((x.shape[0], 1), _math.ZERO, jnp.int32),
+        )
+    # An eps that is float32 may have been rounded up, and at_most is a promise about what it was.
+    slack = 2.0**-23 if wide == jnp.float32 else SLACK
+    with jax.enable_x64(True):
+        # Powers that take long are kept from pass to pass, products are faster made anew.
+        keep = p not in (1, 1.5, 2, 3, 4, math.inf)
+        rows, bad = _math.whole(_this, (x, delta, widen(eps), lower, upper, p), numerics, keep)
+        found = _math.solve(rows, 0, mode, LOOSE if write and numerics is SINGLE else numerics.settled)
+        v = x[:, :0]
+        if write:
+            kept = []
+
+            def store(tile: Any, block: Block, direction: Array, k: Array) -> Array:
+                # XLA may round a product and a sum once, here and not there, and then what is measured is not what is
+                # returned. In float64 the product of two float32 is exact; of others it is kept apart.
+                if numerics is SINGLE:
+                    moved = narrow(widen(direction) * widen(k) + widen(block.x), numerics)
+                else:
+                    apart: Any = lax.optimization_barrier if mode == "at_most" else lambda product: product
+                    moved = apart(direction * k) + block.x
+                kept.append(_rounded(jnp.clip(moved, block.lower, block.upper), str(x.dtype)))
+                return kept[-1]
+
+            _math.write(rows, found, mode, store, str(x.dtype) in HALVES, slack)
+            v = jnp.where(bad, jnp.nan, kept[-1]).astype(x.dtype)
+        return v, jnp.where(bad, jnp.nan, found.K / found.m).astype(wide), found.status.astype(jnp.int32)
+
+
+@cache
+def _folding(p: float, mode: str, write: bool) -> Callable[..., tuple[Array, ...]]:
+    """The solver of traced arrays: under vmap one more dimension is more rows, and loops and conditions stay one."""
+
+    @jax.custom_batching.custom_vmap
+    def solved(*problem: Array) -> tuple[Array, ...]:
+        return _solved(*problem, p, mode, write)  # type: ignore[no-any-return]
+
+    @solved.def_vmap
+    def _(size: int, batched: Any, *problem: Array) -> Any:
+        rows = problem[0].shape[1 if batched[0] else 0]
+
+        def folded(a: Array, is_batched: bool) -> Array:
+            if not is_batched:
+                if a.shape[0] == 1:
+                    return a
+                a = jnp.broadcast_to(a, (size, *a.shape))
+            return jnp.broadcast_to(a, (size, rows, a.shape[2])).reshape(size * rows, a.shape[2])
+
+        x, delta, *rest = (folded(a, is_batched) for a, is_batched in zip(problem, batched, strict=True))
+        x, delta = (jnp.broadcast_to(a, (size * rows, a.shape[1])) for a in (x, delta))
+        found = solved(x, delta, *rest)
+        return tuple(a.reshape(size, rows, a.shape[1]) for a in found), (True,) * 3
+
+    return solved
+
+
+def _memories(*arrays: Array) -> Any:
+    return tuple(map(host.memory, arrays))
+
+
+def _beside(x: Array, a: Any) -> Array:
+    """A NumPy array on the device of x, if that was put there."""
+    return jax.device_put(a, x.sharding) if x.committed else jnp.asarray(a)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(5, 6, 7))
+def _perturb(
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, mode: str, write: bool
+) -> tuple[Array, ...]:
+    """(v, eta, status) with the derivatives of docs/math.md; v without columns unless `write`."""
+    problem = x, delta, eps, lower, upper
+    if _is_traced(*problem):
+        return _folding(p, mode, write)(*problem)
+    if not _at_hand(*problem):
+        return _solved(*problem, p, mode, write)  # type: ignore[no-any-return]
+    v, eta, status = host.solve(*_memories(*problem), p=p, mode=mode, write=write)  # type: ignore[misc]
+    found = v if write else np.asarray(x)[:, :0], eta.astype(_wide()), status.astype(np.int32)
+    return tuple(_beside(x, a) for a in found)
+
+
+@_perturb.defjvp
+def _(p: float, mode: str, write: bool, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    found = v, eta, status = _perturb(*primals, p, mode, write)
+    v_dot, eta_dot = _moved(primals, eta, status, tangents, p)
+    return found, (v_dot if write else v, eta_dot, np.zeros(status.shape, jax.dtypes.float0))
+
+
+@partial(jax.jit, static_argnames=("p",))
+def _moved(primals: Any, eta: Array, status: Array, tangents: Any, p: float) -> tuple[Array, Array]:
+    """The tangents of v and of eta, which are linear in those of the arguments."""
+    x, delta, eps, lower, upper = primals
+    numerics = _numerics(x)
+    block = _block(x, delta, lower, upper, numerics)
+    part = _math.partials(_this, block, widen(eps), _finite(eta), status, p, numerics)
+    x_dot, delta_dot, eps_dot, low_dot, high_dot = tangents
+    x_dot, delta_dot, low_dot, high_dot = _block(x_dot, delta_dot, low_dot, high_dot, numerics)
+    c_dot = bound_ahead(block.delta, low_dot, high_dot)
+    v_dot, eta_dot = _math.jvp(linear, part, x_dot, delta_dot, c_dot, widen(eps_dot), numerics)
+    # Rows that make no sense have no derivatives either.
+    lost = jnp.where(jnp.isnan(eta), jnp.nan, 1.0)
+    return (v_dot * narrow(lost, numerics)).astype(x.dtype), eta_dot * widen(lost)
+
+
+def _finite(eta: Array) -> Array:
+    """eta, of which float32 may not hold as much as there is."""
+    return jnp.minimum(eta, jnp.finfo(eta.dtype).max)  # type: ignore[no-untyped-call]
+
+
+def solve(
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, mode: str, write: bool
+) -> tuple[Array, Array, Array]:
+    """v (None unless `write`), eta and status."""
+    v, eta, status = _perturb(x, delta, eps, lower, upper, p, mode, write)
+    return v if write else None, eta, status
+
+
+def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float) -> Array:
+    if _at_hand(x, delta, lower, upper):
+        return _beside(x, host.reach(*_memories(x, delta, lower, upper), p=p).astype(_wide()))  # type: ignore[misc]
+    return _reached(*map(lax.stop_gradient, (x, delta, lower, upper)), p)
+
+
+@partial(jax.jit, static_argnames=("p",))
+def _reached(x: Array, delta: Array, lower: Array, upper: Array, p: float) -> Array:
+    wide = _wide()
+    if not x.size:
+        return jnp.zeros((x.shape[0], 1), wide)
+    with jax.enable_x64(True):
+        rows, bad = _math.whole(_this, (x, delta, jnp.ones((1, 1)), lower, upper, p), _numerics(x), keep=True)
+        return jnp.where(bad, jnp.nan, _math.reach(rows)).astype(wide)
+
+
+def summary(
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, v: Array
+) -> tuple[Array, Array, Array]:
+    """Of v: norm, naive norm and share of elements at their bounds."""
+    if _at_hand(x, delta, eps, lower, upper, v):
+        found = host.summary(*_memories(x, delta, eps, lower, upper), p=p, v=np.asarray(v))  # type: ignore[misc]
+        return tuple(_beside(x, a.astype(_wide())) for a in found)
+    return _summed_up(*map(lax.stop_gradient, (x, delta, eps, lower, upper, v)), p)  # type: ignore[no-any-return]
+
+
+@partial(jax.jit, static_argnames=("p",))
+def _summed_up(
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, v: Array, p: float
+) -> tuple[Array, Array, Array]:
+    wide = _wide()
+    with jax.enable_x64(True):
+        rows, _ = _math.whole(_this, (x, delta, widen(eps), lower, upper, p), _numerics(x), keep=True)
+        norm, naive, clipped = _math.summary(rows, v, x.shape[1])
+        return norm.astype(wide), naive.astype(wide), clipped.astype(wide)
+
+
+def vjp(
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, eta: Array, status: Array, g: Array
+) -> tuple[Array, ...]:
+    """Gradients of x, delta, eps, lower and upper; those of the bounds summed to their rows form."""
+    if _at_hand(x, delta, eps, lower, upper, g):
+        problem = _memories(x, delta, eps, lower, upper)
+        bars = host.vjp(*problem, p=p, eta=np.asarray(eta, np.float64), status=np.asarray(status), g=host.memory(g))  # type: ignore[misc]
+        return *(_beside(x, bar) for bar in bars[:2]), *(_beside(x, bar.astype(_wide())) for bar in bars[2:])
+    return _pulled(x, delta, eps, lower, upper, eta, status, g, p)  # type: ignore[no-any-return]
+
+
+@partial(jax.jit, static_argnames=("p",))
+def _pulled(
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, eta: Array, status: Array, g: Array, p: float
+) -> tuple[Array, ...]:
+    numerics = _numerics(x)
+    part = _math.partials(
+        _this, _block(x, delta, lower, upper, numerics), widen(eps), _finite(eta), status, p, numerics
+    )
+    bars = _math.vjp(_this, part, narrow(g, numerics), jnp.zeros_like(eta), numerics)
+    x_bar, delta_bar, c_bar, eps_bar = (jnp.where(jnp.isnan(eta), jnp.nan, bar) for bar in bars)
+
+    def of_bound(mine: Array, bound: Array) -> Array:
+        axes = tuple(axis for axis in (0, 1) if bound.shape[axis] == 1)
+        return jnp.sum(widen(jnp.where(mine, c_bar, 0.0)), axis=axes, keepdims=True)
+
+    bounds = of_bound(delta < 0, lower), of_bound(delta > 0, upper)
+    return x_bar.astype(x.dtype), delta_bar.astype(x.dtype), eps_bar, *bounds
+
+
+_this = sys.modules[__name__]
