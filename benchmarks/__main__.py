@@ -11,6 +11,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,13 @@ COLUMNS = ["case", "variant", "rows", "n", "dtype", "p", "quantity", "value", "l
 
 
 def device() -> str:
-    """The processor, and how many cores of it."""
+    """The processor, how many cores of it, and the GPU if one is in use."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
+    cupy = sys.modules.get("cupy")
+    gpu = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode() if cupy and cupy.is_available() else ""
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores" + (gpu and f", {gpu}")
 
 
 def version(package: str) -> str:

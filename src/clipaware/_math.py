@@ -421,7 +421,7 @@ def guarded_newton(
     state = (count, T, passes.rows.top, lo, be.minimum(ceiling, be.HUGE), T <= lo, C, done | short)
     count, T, top, _, _, _, C, _ = be.loop(step, state, MAX_PASSES)
     # Next to the reach, what is missing is but rounding, and a step that makes up for it may be too long.
-    return count, be.minimum(T, ceiling * (passes.m_of(top) / passes.m)), top, C, short
+    return count, be.where(top == passes.rows.top, be.minimum(T, ceiling), T), top, C, short
 
 
 def sample_start(passes: Passes, n: int, done: Array) -> Array:

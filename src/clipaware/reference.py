@@ -1,6 +1,7 @@
 """The paper's algorithm and two slow, simple ones: the oracle of the tests and the baseline of the benchmarks.
 
-Everything takes NumPy arrays or PyTorch tensors. The letters are the paper's; ``docs/math.md`` derives the formulas.
+Everything takes NumPy or CuPy arrays or PyTorch tensors. The letters are the paper's; ``docs/math.md`` derives the
+formulas.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def _namespace(a: Array) -> Any:
 def _cast(a: Any, like: Array, dtype: Any) -> Array:
     """An array of the framework and device of `like`, still part of a's autograd graph."""
     xp = _namespace(like)
-    return np.asarray(a, dtype) if xp is np else xp.as_tensor(a, dtype=dtype, device=like.device)
+    return xp.as_tensor(a, dtype=dtype, device=like.device) if xp.__name__ == "torch" else xp.asarray(a, dtype)
 
 
 def _take(a: Array, indices: Array) -> Array:
