@@ -323,7 +323,8 @@ def test_as_xla_compiles_by_default():
                 assert mode == "equal" or (norm <= eps).all()
     """
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 def test_two_devices():
