@@ -28,6 +28,8 @@ NEWTON_PASSES = 12  # plain Newton up to here, then every other pass halves the 
 MAX_PASSES = 64
 ROOMY = 1e6  # rooms up to this many units of eps can be raised to the fourth power
 POLISH_PASSES = 64
+HUGE = 1e300  # more than any norm, scale or step that is worth a thought
+LOOSE = 2.0**-13  # the step at which Newton stops for float32 arrays: what is missing shows in the norm as written
 SLACK = 2.0**-47  # how far below eps at_most stays, for norms that are added up in another order
 SAMPLE_FROM = 2**19  # rows this long first solve a sample of contiguous runs, and start there
 SAMPLE_RUNS, SAMPLE_RUN = 64, 512
@@ -88,9 +90,63 @@ class Solution(NamedTuple):
     passes: int
 
 
+# What a backend that traces has its own of.
+
+
+def any_true(be: Backend, condition: Array) -> bool:
+    """Whether it is true anywhere; in a trace, which cannot tell, it may be."""
+    return bool(be.TRACES or be.any_true(condition))
+
+
+def loop(be: Backend, step: Callable[[Any], Any], state: tuple[Any, ...], limit: int) -> tuple[Any, ...]:
+    """Repeat `step` until every row is done, as the last of the state says, or the first, a count, is at its limit."""
+    if be.TRACES:
+        return tuple(be.loop(step, state, limit))
+    while state[0] < limit and be.any_true(~state[-1]):
+        state = step(state)
+    return state
+
+
+def when(be: Backend, condition: Array, change: Callable[..., Any], *state: Any) -> tuple[Any, ...]:
+    """The state, changed if the condition is true anywhere."""
+    if be.TRACES:
+        return tuple(be.when(condition, change, *state))
+    return change(*state) if be.any_true(condition) else state
+
+
+# What a backend that keeps buffers has its own of.
+
+
+def room(rows: Rows, key: Any, block: Block) -> Array:
+    """Distance from x to the bound that delta points to, with the sign of delta."""
+    if rows.buffers is not None:
+        return rows.be.room(key, block, rows.buffers)
+    return bound_ahead(rows.be, block.delta, block.lower, block.upper) - block.x
+
+
+def quotient(rows: Rows, tile: Any, w: Array, d: Array) -> Array:
+    return w / d if rows.buffers is None else rows.be.quotient(tile, w, d, rows.buffers)
+
+
+def raised(rows: Rows, tile: Any, a: Array, in_place: bool) -> Array:
+    """|a|^p; `in_place` if a is not needed any more."""
+    if rows.buffers is not None:
+        return rows.be.raised(tile, a, rows.p, None if in_place else rows.buffers)
+    return a * a if rows.p == 2 else power(rows.be, abs(a), rows.p)
+
+
+def difference(rows: Rows, v: Array, x: Array) -> Array:
+    return v - x if rows.buffers is None else rows.be.difference(v, x, rows.buffers)
+
+
+def bound_ahead(be: Backend, delta: Array, lower: Array, upper: Array) -> Array:
+    # By the sign bit: a room, even of what does not move, is never negative over delta.
+    return be.where(be.signbit(delta), lower, upper)
+
+
 def times(be: Backend, a: Array, factor: Array) -> Array:
     """a times a factor per row, which mostly is 1."""
-    return a * factor if be.any_true(factor != 1) else a
+    return a * factor if any_true(be, factor != 1) else a
 
 
 def power(be: Backend, base: Array, p: float) -> Array:
@@ -109,7 +165,9 @@ def power(be: Backend, base: Array, p: float) -> Array:
     return be.power(base, p)
 
 
-def groups(be: Backend, problem: tuple[Any, ...], numerics: Numerics, group: int, tile: int, checked: bool) -> Any:
+def groups(
+    be: Backend, problem: tuple[Any, ...], numerics: Numerics, group: int, tile: int, checked: bool, buffers: Any = None
+) -> Any:
     """The problem (x, delta, eps, lower, upper, p) in groups of rows and tiles of them, of so many elements at most.
 
     Yields where a group is, the group, and which of its rows are to become NaN. Every group is looked at once, for its
@@ -117,7 +175,7 @@ def groups(be: Backend, problem: tuple[Any, ...], numerics: Numerics, group: int
     bounds first, and rows that make no sense are left out of the solution.
     """
     x, delta, eps, lower, upper, p = problem
-    (rows, n), buffers = x.shape, be.buffers()
+    rows, n = x.shape
     height, tall, wide = max(1, group // n), max(1, tile // n), min(n, tile)
     for start in range(0, rows, height):
         part = slice(start, min(start + height, rows))
@@ -176,7 +234,7 @@ def _looked_at(
     bad = ~((eps >= 0) & (eps < math.inf) & (top < math.inf))
     if senseless:
         bad = bad | (be.fold("max", tiles, senseless, top) > 0)
-    if not be.any_true(bad):
+    if not any_true(be, bad):
         return load, top, None
     # Rows without a top are not solved, and whatever is in them does no harm.
     return load, be.where(bad, 0.0, top), bad
@@ -214,9 +272,9 @@ class Passes:
         """w of a tile, with the sign of delta, in the buffer of that name."""
         rows, be = self.rows, self.rows.be
         inv = rows.pick(self.inv, tile)
-        w = times(be, be.room((name, tile[2]), block, rows.buffers), inv)
+        w = times(be, room(rows, (name, tile[2]), block), inv)
         # No element moves further than eps: cut there, neither a power nor an infinite bound overflows.
-        if rows.p > 4 or be.any_true((block.upper - block.lower) * inv > ROOMY):
+        if rows.p > 4 or any_true(be, (block.upper - block.lower) * inv > ROOMY):
             most = rows.pick(rows.eps * self.inv * (1 + 4 * rows.numerics.ulp), tile)
             w = be.clip(w, -most, most)
         return w
@@ -228,14 +286,14 @@ class Passes:
         if tile[2] in self.kept:
             return self.kept[tile[2]]
         rows, be = self.rows, self.rows.be
-        block = rows.load(tile) if T is None else be.anew(rows.load(tile), T)
+        block = be.anew(rows.load(tile), T) if be.TRACES and T is not None else rows.load(tile)
         w, d = self.rooms(tile, block, "room"), times(be, block.delta, rows.pick(1 / self.m_of(top), tile))
         # In these units a quotient misleads by a rounding at most: it is infinite only where d is too small to count.
-        breakpoints = be.quotient(tile, w, d, rows.buffers)
+        breakpoints = quotient(rows, tile, w, d)
         if not self.plain(top):
             # What exceeds `top` is clipped by now and counts for nothing, but its power must stay finite.
             d = be.clip(d * rows.pick(1 / self.unit(top), tile), -1.0, 1.0)
-        piece = breakpoints, be.raised(tile, d, rows.p, rows.buffers), be.raised(tile, w, rows.p, None)
+        piece = breakpoints, raised(rows, tile, d, in_place=False), raised(rows, tile, w, in_place=True)
         if rows.keep:
             self.kept[tile[2]] = piece
         return piece
@@ -283,7 +341,7 @@ class Passes:
             quotient = be.widen(abs(self.rooms(tile, block, "spare"))) / be.where(size > 0, size, 1.0)
             return be.row_max(be.where(size > 0, quotient, 0.0))
 
-        return be.minimum(rows.fold("max", of_tile), be.HUGE / self.m) * self.m
+        return be.minimum(rows.fold("max", of_tile), HUGE / self.m) * self.m
 
     def largest_with_room(self) -> Array:
         """The largest |delta| among the elements that can move by eps."""
@@ -352,14 +410,14 @@ def newton(
         return count + 1, better, lo, C, T, A, hard, done | (abs(better - T) <= settled * better)
 
     state = (0, start, zero if total is None else start, zero, start, zero, zero > 0, done)
-    state = be.loop(step, state, NEWTON_PASSES)
+    state = loop(be, step, state, NEWTON_PASSES)
     count, T, lo, C, _, _, hard, done = state
     hard = hard | ~done
 
     def with_care(count: Any, T: Array, top: Array, C: Array, short: Array) -> tuple[Any, ...]:
         return guarded_newton(passes, T, lo, C, ~hard, target, settled, count)
 
-    count, T, top, C, short = be.when(hard, with_care, count, T, top, C, zero > 0)
+    count, T, top, C, short = when(be, hard, with_care, count, T, top, C, zero > 0)
     return T, top, C, short, count
 
 
@@ -384,8 +442,8 @@ def guarded_newton(
             A, C = passes.sums(T * to_near, near)
             return count + 1, T * to_near, near, lo * to_near, hi * to_near, to_near, A, C, lost & (biggest <= 0)
 
-        count, T, near, lo, hi, to_near, A, C, nothing_left = be.when(
-            lost, closer, count, T, top, lo, hi, top * 0 + 1.0, A, C, top < 0
+        count, T, near, lo, hi, to_near, A, C, nothing_left = when(
+            be, lost, closer, count, T, top, lo, hi, top * 0 + 1.0, A, C, top < 0
         )
         over = C >= target
         regular = ~over & (A > 0)
@@ -403,13 +461,13 @@ def guarded_newton(
         # From the left, all that is clipped remains so, and the finer units can stay. Otherwise, back to the old ones.
         finer = ~done & regular & (root >= T) & (near < top)
         back = be.where(finer, 1.0, 1 / to_near)
-        (top,) = be.when(finer, lambda top: (be.where(finer, near, top),), top)
+        (top,) = when(be, finer, lambda top: (be.where(finer, near, top),), top)
         return (
             count + 1,
             following * back,
             top,
             lo * back,
-            be.minimum(hi * back, be.HUGE),
+            be.minimum(hi * back, HUGE),
             ~bisect,
             be.where(done, C_old, C),
             done | stay | arrived | closed,
@@ -418,8 +476,8 @@ def guarded_newton(
     most, ceiling = passes.most(), passes.ceiling()
     short = (most < target) & ~done
     T, C = be.where(short, ceiling, T), be.where(short, most, C)
-    state = (count, T, passes.rows.top, lo, be.minimum(ceiling, be.HUGE), T <= lo, C, done | short)
-    count, T, top, _, _, _, C, _ = be.loop(step, state, MAX_PASSES)
+    state = (count, T, passes.rows.top, lo, be.minimum(ceiling, HUGE), T <= lo, C, done | short)
+    count, T, top, _, _, _, C, _ = loop(be, step, state, MAX_PASSES)
     # Next to the reach, what is missing is but rounding, and a step that makes up for it may be too long.
     return count, be.where(top == passes.rows.top, be.minimum(T, ceiling), T), top, C, short
 
@@ -434,9 +492,10 @@ def sample_start(passes: Passes, n: int, done: Array) -> Array:
     return be.where(short | (top < rows.top), first, T)
 
 
-def solve(rows: Rows, n: int, mode: str, settled: float) -> Solution:
-    """The scale of every row of `n` elements, and what became of it."""
+def solve(rows: Rows, n: int, mode: str, write: bool) -> Solution:
+    """The scale of every row of `n` elements, and what became of it; nearly, if `write` is to follow."""
     be, p, numerics = rows.be, rows.p, rows.numerics
+    settled = LOOSE if write and numerics is SINGLE else numerics.settled
     is_zero, at_zero = rows.top <= 0, rows.eps <= 0
     still = is_zero | at_zero
     rows = rows._replace(eps=be.where(at_zero, 1.0, rows.eps), top=be.where(is_zero, 1.0, rows.top))
@@ -450,7 +509,7 @@ def solve(rows: Rows, n: int, mode: str, settled: float) -> Solution:
         unreachable = short = largest <= 0
         top, C, count = be.where(short, rows.top, largest), largest * 0, 1
         T = passes.target * (passes.m_of(top) / top)
-        (T,) = be.when(short, lambda T: (be.where(short, passes.ceiling(), T),), T)
+        (T,) = when(be, short, lambda T: (be.where(short, passes.ceiling(), T),), T)
     K, m = T / passes.inv, passes.m_of(top)
 
     held = K > m if mode == "at_most" else K < m if mode == "at_least" else K < 0
@@ -459,7 +518,7 @@ def solve(rows: Rows, n: int, mode: str, settled: float) -> Solution:
     # Held rows take delta as it is; rows that stay take nothing of it.
     held = held & ~unreachable & ~still
     status = be.where(held, HELD, REGULAR)
-    if be.any_true(held | unreachable | still):
+    if any_true(be, held | unreachable | still):
         status = be.where(unreachable, UNREACHABLE, status)
         status = be.where(is_zero, ZERO, be.where(at_zero, AT_ZERO, status))
         K = be.where(still, 0.0, be.where(held, 1.0, K))
@@ -489,7 +548,7 @@ def write(
 
     def norm_of(K: Array, widen: bool) -> Array:
         """Store the array for this K; its norm over eps."""
-        corners = be.any_true(corner)
+        corners = any_true(be, corner)
 
         def of_tile(tile: Any) -> Array:
             block = rows.load(tile)
@@ -500,7 +559,7 @@ def write(
             if widen:
                 z = (be.widen(v) - be.widen(block.x)) * (down if down.shape[0] == 1 else down[tile[0], :])
             else:
-                z = times(be, be.difference(v, block.x, rows.buffers), rows.pick(down, tile))
+                z = times(be, difference(rows, v, block.x), rows.pick(down, tile))
             if p == math.inf:
                 return be.row_max(abs(z))
             return be.row_dot(z, z) if p == 2 else be.row_sum(power(be, abs(z), p))
@@ -510,18 +569,18 @@ def write(
 
     norm = norm_of(solution.K, at_most)
     off = abs(norm - 1) > numerics.close
-    moving = (status == REGULAR) & ((norm < be.HUGE) if half else off)
+    moving = (status == REGULAR) & ((norm < HUGE) if half else off)
     if at_most:
         # Also of what sums in float32 took for out of reach although it is not.
         over = (norm > limit) & ((status == REGULAR) | (status == HELD) | corner)
         corner, moving = corner & ~over, moving | over
-    if be.any_true(moving):
+    if any_true(be, moving):
         close = 1e-8 if half else numerics.close / 2
 
         def polished(K: Array) -> tuple[Array]:
             return (polish(rows, lambda K: norm_of(K, True), solution, moving, limit, close),)
 
-        norm_of(be.when(moving, polished, solution.K)[0], False)
+        norm_of(when(be, moving, polished, solution.K)[0], False)
 
 
 def polish(
@@ -539,13 +598,13 @@ def polish(
     def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
         count, K, lo, hi, at_lo, at_hi, best, gap, stride, halving, done = state
         norm = norm_of(be.where(done, solution.K, K))
-        new_gap = be.where(norm <= limit, abs(norm - 1), be.HUGE)
+        new_gap = be.where(norm <= limit, abs(norm - 1), HUGE)
         better = ~done & (new_gap < gap)
         best, gap = be.where(better, K, best), be.where(better, new_gap, gap)
         above = norm > edge
         lo, at_lo = be.where(above, lo, K), be.where(above, at_lo, norm)
         hi, at_hi = be.where(above, K, hi), be.where(above, norm, at_hi)
-        inside = (lo >= 0) & (hi < be.HUGE)
+        inside = (lo >= 0) & (hi < HUGE)
         middle = rounded(be.where(inside, lo + (hi - lo) / 2, K))
         secant = rounded(be.where(inside, lo + (hi - lo) * ((edge - at_lo) / be.where(inside, at_hi - at_lo, 1.0)), K))
         # Until there is a bracket: the tangent's step and a little more, twice as far each time it was too short.
@@ -572,9 +631,9 @@ def polish(
 
     zero, start = solution.K * 0, rounded(solution.K)
     at_worst = zero if limit < math.inf else start
-    huge = zero + be.HUGE
+    huge = zero + HUGE
     state = (0, start, zero - 1, huge, zero, zero, at_worst, huge, zero + 1.0, zero > 0, ~moving)
-    state = be.loop(step, state, POLISH_PASSES)
+    state = loop(be, step, state, POLISH_PASSES)
     return be.where(moving, state[6], solution.K)
 
 
@@ -584,7 +643,7 @@ def reach(rows: Rows) -> Array:
 
     def rooms(tile: Any) -> Array:
         block = rows.load(tile)
-        return be.where(block.delta == 0, 0.0, abs(be.room("spare", block, rows.buffers)))
+        return be.where(block.delta == 0, 0.0, abs(room(rows, "spare", block)))
 
     largest = rows.fold("max", lambda tile: be.row_max(rooms(tile)))
     if p == math.inf:
@@ -626,7 +685,7 @@ def summary(rows: Rows, v: Array, n: int) -> tuple[Array, Array, Array]:
 
     def at_bound(tile: Any) -> Array:
         block = rows.load(tile)
-        there = (written(tile) == be.bound_ahead(block.delta, block.lower, block.upper)) & (block.delta != 0)
+        there = (written(tile) == bound_ahead(be, block.delta, block.lower, block.upper)) & (block.delta != 0)
         return be.row_sum(be.cast_like(there, block.x))
 
     return norm(lambda tile, _: written(tile)), norm(naive), rows.fold("sum", at_bound) / n
@@ -658,7 +717,7 @@ def partials(
     m = be.pow2(top, numerics)
     direction = block.delta * be.narrow(1 / m, numerics)
     d = direction * sign
-    gap = be.bound_ahead(block.delta, block.lower, block.upper) - block.x
+    gap = bound_ahead(be, block.delta, block.lower, block.upper) - block.x
     s = be.maximum(sign * gap, 0.0)
     at_zero, unreachable, regular = status == AT_ZERO, status == UNREACHABLE, status == REGULAR
 
@@ -684,7 +743,7 @@ def partials(
             limit = be.where(norm > 0, m / top / be.where(norm > 0, norm, 1.0) ** (1 / p), 0.0)
             return (be.where(at_zero, limit, rate),)
 
-        rate = be.narrow(be.when(at_zero, at_limit, eta * m * wide_inv)[0], numerics)
+        rate = be.narrow(when(be, at_zero, at_limit, eta * m * wide_inv)[0], numerics)
         base = be.where(free, direction * rate, be.where(free | at_zero, 0.0, gap) * inv)
         if p == 1:
             w = sign
@@ -732,7 +791,7 @@ def implicit(
     eps0, eta0 = be.constant(eps), be.constant(eta)
     part = partials(be, block, eps0, eta0, status, p, numerics)
     direction = part.direction
-    c = be.bound_ahead(block.delta, block.lower, block.upper)
+    c = bound_ahead(be, block.delta, block.lower, block.upper)
     regular = (part.inverse > 0) & (status == REGULAR)
     unit = be.where(regular, eps0, 1.0)
     if p == math.inf:

@@ -31,8 +31,7 @@ Namespace = Any
 GROUP = 2**19  # elements solved together on a CPU
 BATCH = 2**26  # and elsewhere, where it bounds the memory that is needed on the way
 LONG, PARTS = 2**16, 256  # a row this long is added up in this many parts, if there are few
-HUGE = 1e300
-LOOSE = 2.0**-13
+TRACES = False
 
 _namespaces: dict[type, Namespace] = {}
 _wides: dict[tuple[Namespace, str], Any] = {}
@@ -83,6 +82,10 @@ def sign(a: Array) -> Array:
     return _xp(a).sign(a)
 
 
+def signbit(a: Array) -> Array:
+    return _xp(a).signbit(a)
+
+
 def minimum(a: Array, b: Any) -> Array:
     return _xp(a).minimum(a, b)
 
@@ -99,34 +102,6 @@ def clip(a: Array, lower: Any, upper: Any) -> Array:
 def power(a: Array, p: float) -> Array:
     """a^p by way of float64, since a float32 power may be biased, which a sum does not average out."""
     return _cast(widen(a) ** p, a.dtype)
-
-
-def bound_ahead(delta: Array, lower: Array, upper: Array) -> Array:
-    # By the sign bit: a room, even of what does not move, is never negative over delta.
-    xp = _xp(delta)
-    return xp.where(xp.signbit(delta), lower, upper)
-
-
-def room(key: Any, block: Block, buffers: None) -> Array:
-    """Distance from x to the bound that delta points to, with the sign of delta."""
-    return bound_ahead(block.delta, block.lower, block.upper) - block.x
-
-
-def raised(tile: Any, a: Array, p: float, buffers: None) -> Array:
-    """|a|^p."""
-    return a * a if p == 2 else _math.power(_this, abs(a), p)
-
-
-def quotient(tile: Any, w: Array, d: Array, buffers: None) -> Array:
-    return w / d
-
-
-def difference(v: Array, x: Array, buffers: None) -> Array:
-    return v - x
-
-
-def buffers() -> None:
-    return None
 
 
 def fold(combine: str, tiles: list[Any], values: list[Array], like: Array) -> Array:
@@ -209,23 +184,6 @@ def runs(n: int, count: int, length: int) -> slice:
     while math.gcd(stride, 6) > 1:
         stride -= 1
     return slice(0, stride * count * length, stride)
-
-
-def loop(step: Callable[[Any], Any], state: tuple[Any, ...], limit: int) -> tuple[Any, ...]:
-    """Repeat `step` until every row is done, as the last of the state says, or the first, a count, is at its limit."""
-    while state[0] < limit and not bool(_xp(state[-1]).all(state[-1])):
-        state = step(state)
-    return state
-
-
-def anew(block: Block, T: Array) -> Block:
-    """The block for another pass. Only a compiler needs to be told not to keep what it derives from it."""
-    return block
-
-
-def when(condition: Array, change: Callable[..., Any], *state: Any) -> tuple[Any, ...]:
-    """The state, changed if the condition is true anywhere."""
-    return change(*state) if any_true(condition) else state
 
 
 def sensible(block: Block, top: Array) -> bool:
@@ -378,7 +336,7 @@ def solve(
     # Of arrays that wrap NumPy's: no warnings of what is in rows that are not solved.
     with np.errstate(all="ignore"):
         for _, group, blank in _groups(x, delta, eps, lower, upper, p):
-            found = _math.solve(group, n, mode, LOOSE if write and group.numerics is SINGLE else group.numerics.settled)
+            found = _math.solve(group, n, mode, write)
             v, eta = None, found.K / found.m
             pieces: dict[int, Array] = {}
 

@@ -30,8 +30,7 @@ from clipaware._report import Report
 
 Array = Any
 
-HUGE = 1e300
-LOOSE = 2.0**-13
+TRACES = True
 SLACK = 2.0**-46  # how far at_most stays below eps: XLA's powers are off by up to 1e-14
 # Rows are reduced by parts, of which this many lie side by side, and two arrays or two halves at a time: of that XLA
 # makes vectors, whereas along a row, or of one array, it takes one element after another: five to ten times as long.
@@ -48,39 +47,13 @@ maximum = jnp.maximum
 sqrt = jnp.sqrt
 sign = jnp.sign
 clip = jnp.clip
+signbit = jnp.signbit
 constant = lax.stop_gradient
 
 
 def power(a: Array, p: float) -> Array:
     """a^p by way of float64, since a float32 power may be biased, which a sum does not average out."""
     return jnp.power(widen(a), p).astype(a.dtype)
-
-
-def bound_ahead(delta: Array, lower: Array, upper: Array) -> Array:
-    # By the sign bit: a room, even of what does not move, is never negative over delta.
-    return jnp.where(jnp.signbit(delta), lower, upper)
-
-
-def room(key: Any, block: Block, buffers: None) -> Array:
-    """Distance from x to the bound that delta points to, with the sign of delta."""
-    return bound_ahead(block.delta, block.lower, block.upper) - block.x
-
-
-def raised(tile: Any, a: Array, p: float, buffers: None) -> Array:
-    """|a|^p."""
-    return _math.power(_this, abs(a), p)
-
-
-def quotient(tile: Any, w: Array, d: Array, buffers: None) -> Array:
-    return w / d
-
-
-def difference(v: Array, x: Array, buffers: None) -> Array:
-    return v - x
-
-
-def buffers() -> None:
-    return None
 
 
 def fold(combine: str, tiles: list[Any], values: list[Array], like: Array) -> Array:
@@ -143,11 +116,6 @@ def row_max(a: Array) -> Array:
 def row_top(delta: Array) -> Array:
     """The largest |delta|."""
     return row_max(abs(delta))
-
-
-def any_true(condition: Array) -> bool:
-    """It may be: a trace cannot know."""
-    return True
 
 
 def _working(numerics: Numerics) -> Any:
@@ -320,7 +288,7 @@ def _solved(
         # Powers that take long are kept from pass to pass, products are faster made anew.
         keep = p not in (1, 1.5, 2, 3, 4, math.inf)
         rows, bad = _math.whole(_this, (x, delta, widen(eps), lower, upper, p), numerics, keep)
-        found = _math.solve(rows, 0, mode, LOOSE if write and numerics is SINGLE else numerics.settled)
+        found = _math.solve(rows, 0, mode, write)
         v = x[:, :0]
         if write:
             kept = []
@@ -408,7 +376,7 @@ def _moved(primals: Any, eta: Array, status: Array, tangents: Any, p: float) -> 
     part = _math.partials(_this, block, widen(eps), _finite(eta), status, p, numerics)
     x_dot, delta_dot, eps_dot, low_dot, high_dot = tangents
     x_dot, delta_dot, low_dot, high_dot = _block(x_dot, delta_dot, low_dot, high_dot, numerics)
-    c_dot = bound_ahead(block.delta, low_dot, high_dot)
+    c_dot = _math.bound_ahead(_this, block.delta, low_dot, high_dot)
     v_dot, eta_dot = _math.jvp(linear, part, x_dot, delta_dot, c_dot, widen(eps_dot), numerics)
     # Rows that make no sense have no derivatives either.
     lost = jnp.where(jnp.isnan(eta), jnp.nan, 1.0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from types import SimpleNamespace
@@ -24,8 +24,7 @@ GROUP = 2**19  # elements solved together: what a pass needs of them stays in th
 TILE = 2**17  # elements that an operation works on at a time, so that what it makes stays in a nearer one
 LANE = 1024  # float32 elements that are summed in float32
 SMALL = 4096  # elements up to which branches cost less than more operations
-HUGE = 1e300
-LOOSE = 2.0**-13
+TRACES = False
 
 # --- array functions --------------------------------------------------------------------------------------------------
 
@@ -39,6 +38,7 @@ minimum = np.minimum
 maximum = np.maximum
 sqrt = np.sqrt
 sign = np.sign
+signbit = np.signbit
 
 
 clip = np.clip
@@ -58,7 +58,7 @@ def _buffer(buffers: dict[Any, Array], key: Any, like: Array, dtype: Any = None)
 
 def room(key: Any, block: Block, buffers: dict[Any, Array]) -> Array:
     """Distance from x to the bound that delta points to, with the sign of delta, in the buffer of that key."""
-    distance = bound_ahead(block.delta, block.lower, block.upper, _buffer(buffers, key, block.x))
+    distance = _bound_ahead(block.delta, block.lower, block.upper, _buffer(buffers, key, block.x))
     distance -= block.x
     return distance
 
@@ -99,7 +99,7 @@ def where(condition: Array, yes: Array, no: Array) -> Array:
     return (no_bits ^ ((yes_bits ^ no_bits) & mask)).view(dtype)
 
 
-def bound_ahead(delta: Array, lower: Array, upper: Array, out: Array | None = None) -> Array:
+def _bound_ahead(delta: Array, lower: Array, upper: Array, out: Array | None = None) -> Array:
     """`lower` where delta is negative, `upper` elsewhere: where(delta < 0, ...) in three integer operations."""
     integer: Any = np.int32 if delta.dtype.itemsize == 4 else np.int64
     shift = 8 * delta.dtype.itemsize - 1
@@ -178,27 +178,6 @@ def pow2(a: Array, numerics: Numerics) -> Array:
 def runs(n: int, count: int, length: int) -> Array:
     """Indices of `count` evenly spaced runs of `length` neighbours."""
     return (np.linspace(0, n - length, count).astype(np.intp)[:, None] + np.arange(length)).ravel()
-
-
-def loop(step: Callable[[Any], Any], state: tuple[Any, ...], limit: int) -> tuple[Any, ...]:
-    """Repeat `step` until every row is done, as the last of the state says, or the first, a count, is at its limit."""
-    while state[0] < limit and not bool(state[-1].all()):
-        state = step(state)
-    return state
-
-
-def anew(block: Block, T: Array) -> Block:
-    """The block for another pass. Only a compiler needs to be told not to keep what it derives from it."""
-    return block
-
-
-def when(condition: Array, change: Callable[..., Any], *state: Any) -> tuple[Any, ...]:
-    """The state, changed if the condition is true anywhere."""
-    return change(*state) if any_true(condition) else state
-
-
-def buffers() -> dict[Any, Array]:
-    return _kept.__dict__
 
 
 def row_top(delta: Array) -> Array:
@@ -341,7 +320,7 @@ def _quick_and_quiet() -> Iterator[None]:
 
 def _groups(*problem: Any, checked: bool = True) -> Any:
     x = problem[0]
-    return _math.groups(_this, problem, _numerics(x), GROUP, TILE, checked=checked) if x.size else ()
+    return _math.groups(_this, problem, _numerics(x), GROUP, TILE, checked, _kept.__dict__) if x.size else ()
 
 
 @cache
@@ -409,7 +388,7 @@ def solve(
     half = x.dtype.itemsize == 2
     with _quick_and_quiet():
         for part, group, blank in _groups(x, delta, eps, lower, upper, p, checked=checked):
-            found = _math.solve(group, n, mode, LOOSE if write and group.numerics is SINGLE else group.numerics.settled)
+            found = _math.solve(group, n, mode, write)
             eta[part], status[part] = found.K / found.m, found.status
 
             def store(tile: Any, block: Block, direction: Array, k: Array, part: slice = part) -> Array:

@@ -22,9 +22,7 @@ from clipaware._math import DOUBLE, SINGLE, Block, Numerics, Rows
 
 Array = Any
 
-HUGE = 1e300
-WIDE_ULP = 2.0**-52
-LOOSE = 2.0**-13
+TRACES = True
 LANES = 8  # elements of a row that are summed at once, in their own dtype; with 16, LLVM no longer makes vectors of it
 CHEAP = (1, 1.5, 2, 3, 4)  # orders whose powers cost less to compute again than to keep
 
@@ -55,32 +53,13 @@ def where(condition: Array, yes: Array, no: Array) -> Array:
     return tf.where(condition, yes, no if tf.is_tensor(no) else tf.constant(no, yes.dtype))
 
 
-def bound_ahead(delta: Array, lower: Array, upper: Array) -> Array:
-    # By the sign bit: a room, even of what does not move, is never negative over delta.
-    return tf.where(tf.bitcast(delta, tf.int32 if delta.dtype == tf.float32 else tf.int64) < 0, lower, upper)
-
-
-def room(key: Any, block: Block, buffers: None) -> Array:
-    """Distance from x to the bound that delta points to, with the sign of delta."""
-    return bound_ahead(block.delta, block.lower, block.upper) - block.x
-
-
-def raised(tile: Any, a: Array, p: float, buffers: None) -> Array:
-    """|a|^p."""
-    return _math.power(_this, abs(a), p)
-
-
-def quotient(tile: Any, w: Array, d: Array, buffers: None) -> Array:
-    return w / d
-
-
-def difference(v: Array, x: Array, buffers: None) -> Array:
-    return v - x
-
-
 def fold(combine: str, tiles: list[Any], values: list[Array], like: Array) -> Array:
     """Values per row of the one tile that there is."""
     return widen(values[0])
+
+
+def signbit(a: Array) -> Array:
+    return tf.bitcast(a, tf.int32 if a.dtype == tf.float32 else tf.int64) < 0
 
 
 def row_sum(a: Array) -> Array:
@@ -123,11 +102,6 @@ def _reduced(reduce: Callable[..., Array], a: Array) -> Array:
         return total
     more = reduce(widen(rest), axis=-1)
     return total + more if reduce is tf.reduce_sum else tf.maximum(total, more)
-
-
-def any_true(condition: Array) -> bool:
-    """Whether it may be true anywhere, which a trace cannot rule out."""
-    return True
 
 
 def _working(numerics: Numerics) -> Any:
@@ -384,7 +358,7 @@ def _solved(
     """v (if `write`), eta and status; in a trace."""
     group, bad = _whole((x, delta, eps, lower, upper, p))
     half = x.dtype.size == 2
-    found = _math.solve(group, 0, mode, LOOSE if write and group.numerics is SINGLE else group.numerics.settled)
+    found = _math.solve(group, 0, mode, write)
     eta = where(bad, np.nan, found.K / found.m)
     if not write:
         return eta, found.status

@@ -8,7 +8,6 @@ operator without derivatives, and ``_math.implicit`` puts them back in operation
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,14 +21,14 @@ Array = Any
 
 GROUP = 2**19  # elements solved together on a CPU
 BATCH = 2**26  # and elsewhere, where it bounds the memory that is needed on the way
-HUGE = 1e300
-LOOSE = 2.0**-13
+TRACES = False
 
 # --- array functions --------------------------------------------------------------------------------------------------
 
 where = torch.where
 sqrt = torch.sqrt
 sign = torch.sign
+signbit = torch.signbit
 clip = torch.clamp
 
 
@@ -44,33 +43,6 @@ def minimum(a: Array, b: Array) -> Array:
 
 def maximum(a: Array, b: Array) -> Array:
     return torch.clamp(a, min=b)
-
-
-def bound_ahead(delta: Array, lower: Array, upper: Array) -> Array:
-    # By the sign bit: a room, even of what does not move, is never negative over delta.
-    return torch.where(torch.signbit(delta), lower, upper)
-
-
-def room(key: Any, block: Block, buffers: None) -> Array:
-    """Distance from x to the bound that delta points to, with the sign of delta."""
-    return bound_ahead(block.delta, block.lower, block.upper) - block.x
-
-
-def raised(tile: Any, a: Array, p: float, buffers: None) -> Array:
-    """|a|^p."""
-    return _math.power(_this, abs(a), p)
-
-
-def quotient(tile: Any, w: Array, d: Array, buffers: None) -> Array:
-    return w / d
-
-
-def difference(v: Array, x: Array, buffers: None) -> Array:
-    return v - x
-
-
-def buffers() -> None:
-    return None
 
 
 def fold(combine: str, tiles: list[Any], values: list[Array], like: Array) -> Array:
@@ -107,7 +79,8 @@ def row_top(delta: Array) -> Array:
 
 
 def any_true(condition: Array) -> bool:
-    return bool(condition.any())
+    """Whether it is true anywhere; inside a transform, which cannot tell, it may be."""
+    return _is_traced(condition) or bool(condition.any())
 
 
 def _wide(a: Array) -> torch.dtype:
@@ -145,23 +118,6 @@ def runs(n: int, count: int, length: int) -> Array:
     """Indices of `count` evenly spaced runs of `length` neighbours."""
     starts = torch.linspace(0, n - length, count, dtype=torch.float64).long()
     return (starts[:, None] + torch.arange(length)).reshape(-1)
-
-
-def loop(step: Callable[[Any], Any], state: tuple[Any, ...], limit: int) -> tuple[Any, ...]:
-    """Repeat `step` until every row is done, as the last of the state says, or the first, a count, is at its limit."""
-    while state[0] < limit and not bool(state[-1].all()):
-        state = step(state)
-    return state
-
-
-def anew(block: Block, T: Array) -> Block:
-    """The block for another pass. Only a compiler needs to be told not to keep what it derives from it."""
-    return block
-
-
-def when(condition: Array, change: Callable[..., Any], *state: Any) -> tuple[Any, ...]:
-    """The state, changed if the condition is true anywhere; in a trace, which cannot tell, it does no harm."""
-    return change(*state) if _is_traced(condition) or any_true(condition) else state
 
 
 def sensible(block: Block, top: Array) -> bool:
@@ -296,7 +252,7 @@ def _groups(*problem: Any, checked: bool = True) -> Any:
     x = problem[0]
     on_cpu = x.device.type == "cpu"
     size = GROUP if on_cpu else BATCH
-    return _math.groups(_this, problem, _numerics(x), size, size, checked=checked and on_cpu) if x.numel() else ()
+    return _math.groups(_this, problem, _numerics(x), size, size, checked and on_cpu) if x.numel() else ()
 
 
 def _solved(
@@ -324,7 +280,7 @@ def _solved(
     status = torch.full((rows, 1), _math.ZERO, device=x.device)
     half = x.dtype.itemsize == 2
     for part, group, blank in _groups(x, delta, eps, lower, upper, p, checked=checked):
-        found = _math.solve(group, n, mode, LOOSE if write and group.numerics is SINGLE else group.numerics.settled)
+        found = _math.solve(group, n, mode, write)
         eta[part], status[part] = found.K / found.m, found.status
 
         def store(tile: Any, block: Block, direction: Array, k: Array, part: slice = part) -> Array:
@@ -402,7 +358,7 @@ class _Perturb(torch.autograd.Function):
         x_dot, delta_dot, low_dot, high_dot = (
             tangent(dot, like) for dot, like in zip((*tangents[:2], *tangents[3:5]), block, strict=True)
         )
-        c_dot = bound_ahead(block.delta, low_dot, high_dot)
+        c_dot = _math.bound_ahead(_this, block.delta, low_dot, high_dot)
         v_dot, eta_dot = _math.jvp(_this, part, x_dot, delta_dot, c_dot, tangent(tangents[2], eps), numerics)
         return (v_dot.to(x.dtype) if ctx.write else None), eta_dot, None
 
