@@ -17,7 +17,7 @@ import numpy as np
 
 import clipaware as ca
 from clipaware._backends import numpy as backend
-from clipaware.reference import naive_perturb
+from clipaware.reference import directions, l2_clipping_aware_rescaling, naive_perturb, norm64
 
 Row = dict[str, Any]
 Times = dict[str, tuple[float, float, float]]
@@ -76,11 +76,6 @@ def problem(rows: int, n: int) -> tuple[Any, Any]:
 def usual_eps(n: int, p: float) -> float:
     """A quarter of what a perturbation as large as the box has on average."""
     return 0.25 * (n / (p + 1)) ** (1 / p) if p < math.inf else 0.25
-
-
-def norm64(v: Any, x: Any, p: float) -> Any:
-    z = np.abs(v.astype(np.float64) - x)
-    return z.max(axis=1) if p == math.inf else ((z / z.max()) ** p).sum(axis=1) ** (1 / p) * z.max()
 
 
 def paper_code() -> Any:
@@ -300,8 +295,6 @@ def cupy_speed(quick: bool) -> Iterator[Row]:
     if not cupy.is_available():
         return
 
-    from clipaware.reference import l2_clipping_aware_rescaling
-
     for rows, n in ((256, 3072), (64, 150_528), (256, 150_528)):
         x, delta = (cupy.asarray(a) for a in problem(rows, n))
         eps, out = usual_eps(n, 2), cupy.empty_like(x)
@@ -433,18 +426,6 @@ def many_threads(quick: bool) -> Iterator[Row]:
         where = {"rows": rows, "n": n, "dtype": "float32", "p": 2}
         yield from time_rows(times, **where)
         yield ratio(times, "at once", "in turn", **where)
-
-
-def directions(kind: str, rows: int, n: int, rng: np.random.Generator) -> Any:
-    """Gaussian, heavy-tailed and tied directions."""
-    signs = rng.choice([-1.0, 1.0], (rows, n))
-    if kind == "gaussian":
-        return rng.standard_normal((rows, n))
-    if kind == "cauchy":
-        return rng.standard_cauchy((rows, n))
-    if kind == "lognormal":
-        return rng.lognormal(0, 3, (rows, n)) * signs
-    return rng.choice([1.0, 2.0, 5.0], (rows, n)) * signs
 
 
 @case

@@ -1,4 +1,4 @@
-"""What the tests trust: one row solved and differentiated in mpmath, norms in float64, and families of inputs."""
+"""What the tests trust beside ``clipaware.reference``: one row solved and differentiated in mpmath."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 
 DIGITS = 50
 STEP = "1e-20"  # of central differences at 50 digits: an error of about 1e-30 from rounding, 1e-40 from curvature
-KINDS = ("gaussian", "cauchy", "lognormal", "tied", "geometric")
 
 
 class Derivatives(NamedTuple):
@@ -105,30 +104,3 @@ def mp_gradients(
 
 def _nudged(name: str, row: list[mpmath.mpf], i: int) -> Callable[[mpmath.mpf], dict[str, Any]]:
     return lambda step: {name: [*row[:i], row[i] + step, *row[i + 1 :]]}
-
-
-def norm64(v: Any, x: Any, p: float = 2) -> np.ndarray:
-    """The p-norm of every row of v - x, taken in float64 without overflow."""
-    z = np.abs(np.asarray(v, np.float64) - np.asarray(x, np.float64))
-    top = z.max(axis=1)
-    if p == math.inf:
-        return top
-    unit = np.where(top > 0, top, 1.0)
-    return unit * ((z / unit[:, None]) ** p).sum(axis=1) ** (1 / p) * (top > 0)
-
-
-def directions(kind: str, rows: int, n: int, seed: int) -> np.ndarray:
-    """Directions of a kind (one of `KINDS`) as a (rows, n) float64 array."""
-    rng = np.random.default_rng(seed)
-    signs = rng.choice([-1.0, 1.0], (rows, n))
-    if kind == "gaussian":
-        return rng.standard_normal((rows, n))
-    if kind == "cauchy":
-        return rng.standard_cauchy((rows, n))
-    if kind == "lognormal":
-        return signs * rng.lognormal(sigma=3, size=(rows, n))
-    if kind == "tied":
-        return signs * rng.choice([0.0, 0.5, 1.0, 3.0], (rows, n))
-    if kind == "geometric":  # with equal rooms, each breakpoint is ten times the one before
-        return signs * rng.permuted(np.tile(10.0 ** -(np.arange(n) % 100), (rows, 1)), axis=1)
-    raise ValueError(f"kind is {kind!r}, expected one of {KINDS}")

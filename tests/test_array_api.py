@@ -13,7 +13,7 @@ import pytest
 import clipaware as ca
 from clipaware import _dispatch
 from clipaware._backends import array_api
-from oracle import directions, norm64
+from clipaware.reference import directions, norm64
 
 CPU, OTHER = xp.Device("CPU_DEVICE"), xp.Device("device1")
 rng = np.random.default_rng(0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import clipaware as ca
-from oracle import KINDS, directions
+from clipaware.reference import KINDS, directions
 
 # Not every mode with every order: frameworks that compile take seconds for each of them.
 CASES = [*((p, "equal") for p in (1, 1.5, 2, 3, math.inf)), (1.5, "at_least"), (2, "at_most"), (math.inf, "at_most")]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import clipaware as ca
-from clipaware.reference import sort_rescale
-from oracle import directions, mp_gradients
+from clipaware.reference import directions, sort_rescale
+from oracle import mp_gradients
 
 ORDERS = [1, 1.5, 2, 3, 10, math.inf]
 NAMES = ("x", "delta", "eps", "lower", "upper")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import clipaware as ca
-from oracle import norm64
+from clipaware.reference import norm64
 
 rng = np.random.default_rng(0)
 X, D = rng.random((4, 3, 5, 6)), rng.standard_normal((4, 3, 5, 6))

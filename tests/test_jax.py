@@ -16,7 +16,7 @@ from jax import lax
 
 import clipaware as ca
 from clipaware._backends import jax as backend
-from oracle import directions, norm64
+from clipaware.reference import directions, norm64
 from test_values import assert_norm
 
 ORDERS = [1, 1.5, 2, 3, math.inf]

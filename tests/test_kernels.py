@@ -19,7 +19,7 @@ from clipaware import _math
 from clipaware._backends import numpy as backend
 from clipaware._kernels import compiled, threads
 from clipaware._kernels import numba as kernels
-from oracle import directions
+from clipaware.reference import directions
 
 ORDERS = [1, 1.5, 2, 2.7, 3, 4, 20, math.inf]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import clipaware as ca
-from oracle import norm64
+from clipaware.reference import norm64
 
 orders = st.one_of(st.sampled_from([1.0, 1.5, 2.0, 3.0, math.inf]), st.floats(1, 60))
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clipaware import reference
-from oracle import KINDS, directions, mp_gradients, mp_rescale, norm64
+from clipaware.reference import KINDS, directions, norm64
+from oracle import mp_gradients, mp_rescale
 
 ORDERS = (1, 1.5, 2, 3, 10, 50, math.inf)
 SOLVERS = {"sort": reference.sort_rescale, "bisect": reference.bisect_rescale}

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import clipaware as ca
+from clipaware.reference import norm64
 from conftest import NUMPY_DTYPES
-from oracle import norm64
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -12,7 +12,7 @@ import torch
 
 import clipaware as ca
 from clipaware._backends import tensorflow as backend
-from oracle import norm64
+from clipaware.reference import norm64
 
 ROWS, N = 4, 30
 rng = np.random.default_rng(0)

@@ -11,7 +11,8 @@ import clipaware as ca
 from clipaware import _math
 from clipaware._backends import numpy as numpy_backend
 from clipaware._kernels import numba as kernels
-from oracle import directions, mp_rescale, norm64
+from clipaware.reference import directions, norm64
+from oracle import mp_rescale
 
 ORDERS = [1, 1.3, 2, 3, 10, 50, math.inf]
 KINDS = ["gaussian", "cauchy", "lognormal", "tied"]

@@ -1,7 +1,7 @@
 """The paper's algorithm and two slow, simple ones: the oracle of the tests and the baseline of the benchmarks.
 
-Everything takes NumPy or CuPy arrays or PyTorch tensors. The letters are the paper's; ``docs/math.md`` derives the
-formulas.
+All that solve take NumPy or CuPy arrays or PyTorch tensors. The letters are the paper's; ``docs/math.md`` derives the
+formulas. What they are tried on, `directions`, and measured by, `norm64`, is NumPy's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,17 @@ import numpy as np
 
 Array = Any
 
-__all__ = ["bisect_rescale", "l2_clipping_aware_rescaling", "naive_perturb", "sort_rescale"]
+__all__ = [
+    "KINDS",
+    "bisect_rescale",
+    "directions",
+    "l2_clipping_aware_rescaling",
+    "naive_perturb",
+    "norm64",
+    "sort_rescale",
+]
+
+KINDS = ("gaussian", "cauchy", "lognormal", "tied", "geometric")
 
 
 def _namespace(a: Array) -> Any:
@@ -232,3 +242,71 @@ def naive_perturb(x: Array, delta: Array, eps: Any, p: float = 2, lower: Any = 0
     eps, lower, upper = (_cast(a, x, x.dtype) for a in (eps, lower, upper))
     norm = xp.linalg.norm(delta, p, 1, True)
     return xp.clip(x + delta * (eps.reshape((-1, 1)) / xp.where(norm > 0, norm, 1.0)), lower, upper)
+
+
+def norm64(v: Any, x: Any, p: float = 2) -> Array:
+    """Return the p-norm of every row of ``v - x``, taken in float64 without overflow.
+
+    Parameters
+    ----------
+    v, x
+        (rows, n) arrays that NumPy can read.
+    p
+        Order of the norm, from 1 to ``math.inf``.
+
+    Returns
+    -------
+    array
+        (rows,).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> norm64(np.array([[3.0, 4.0], [3e300, 4e300]]), np.zeros((2, 2)))
+    array([5.e+000, 5.e+300])
+    """
+    z = np.abs(np.asarray(v, np.float64) - np.asarray(x, np.float64))
+    top = z.max(axis=1)
+    if p == math.inf:
+        return top
+    unit = np.where(top > 0, top, 1.0)
+    return unit * ((z / unit[:, None]) ** p).sum(axis=1) ** (1 / p) * (top > 0)
+
+
+def directions(kind: str, rows: int, n: int, seed: Any) -> Array:
+    """Return random directions of a kind: easy ones, and those that are hard to solve for.
+
+    Parameters
+    ----------
+    kind
+        One of `KINDS`: Gaussian, Cauchy, log-normal over several orders of magnitude, tied (four sizes, one of them 0),
+        geometric (powers of ten from 1 to 1e-99).
+    rows, n
+        Their number and length.
+    seed
+        A number, or a generator to draw from.
+
+    Returns
+    -------
+    array
+        (rows, n) in float64.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> np.unique(abs(directions("tied", 2, 50, seed=0)))
+    array([0. , 0.5, 1. , 3. ])
+    """
+    rng = np.random.default_rng(seed)
+    signs = rng.choice([-1.0, 1.0], (rows, n))
+    if kind == "gaussian":
+        return rng.standard_normal((rows, n))
+    if kind == "cauchy":
+        return rng.standard_cauchy((rows, n))
+    if kind == "lognormal":
+        return signs * rng.lognormal(sigma=3, size=(rows, n))
+    if kind == "tied":
+        return signs * rng.choice([0.0, 0.5, 1.0, 3.0], (rows, n))
+    if kind == "geometric":  # with equal rooms, each breakpoint is ten times the one before
+        return signs * rng.permuted(np.tile(10.0 ** -(np.arange(n) % 100), (rows, 1)), axis=1)
+    raise ValueError(f"kind is {kind!r}, expected one of {KINDS}")
