@@ -361,4 +361,7 @@ def test_reach_is_in_reach_whatever_its_rounding(be, p):
         x, delta = np.repeat(rng.uniform(0, 0.9, (200, 1)), n, axis=1).astype(np.float32), np.ones((200, n), np.float32)
         x[:, 0] = 0
         eps = be.reach(x, delta, p=p, dtype="float32")[:, 0]
-        be.perturb(x, delta, eps, p=p, dtype="float32", unreachable="raise")
+        v = be.perturb(x, delta, eps, p=p, dtype="float32", unreachable="raise")
+        # 8 ulp: as far as an eps may be beyond the reach. The sums are off by three of them at most.
+        np.testing.assert_allclose(eps, norm64(np.ones_like(x), x, p), rtol=8 * 2.0**-23)
+        np.testing.assert_allclose(norm64(v, x, p), eps, rtol=8 * 2.0**-23)
