@@ -187,8 +187,21 @@ def test_a_wrong_length_is_found_when_the_graph_runs():
         graph(ARRAYS[0], tf.ones(3))
     with pytest.raises(ValueError, match=r"eps has shape \(3, 3\), expected a number or shape \(\?,\) or \(\?, 1\)"):
         tf.function(lambda x: ca.perturb(x, x, np.ones((3, 3))), input_signature=[spec])(ARRAYS[0])
-    with pytest.raises(ValueError, match=r"tf\.ensure_shape"):
-        tf.function(lambda x: ca.perturb(x, x, 0.1), input_signature=[tf.TensorSpec(None, tf.float32)])(ARRAYS[0])
+
+
+@pytest.mark.parametrize("unknown", ["x", "delta", "eps", "lower", "upper", "grad"])
+def test_an_unknown_number_of_axes(unknown):
+    """What came, what was expected and what to do about it, in our words."""
+    given = {"x": X, "delta": D, "eps": np.full(ROWS, EPS), "lower": np.zeros(N), "upper": np.ones(N), "grad": G}
+    specs = [tf.TensorSpec(None if name == unknown else a.shape, tf.float64) for name, a in given.items()]
+
+    @tf.function(input_signature=specs)
+    def graph(x, delta, eps, lower, upper, grad):
+        return ca.perturb_vjp(x, delta, eps, grad, bounds=(lower, upper))
+
+    message = r"a tensor of unknown rank came, expected one whose number of axes is known: tf\.ensure_shape"
+    with pytest.raises(ValueError, match=message):
+        graph(*given.values())
 
 
 def test_one_trace_for_every_eps():

@@ -142,7 +142,7 @@ def companion(be: Any, x: Array, a: Any, name: str) -> None:
     dtype = other.dtype_name(a)
     if dtype not in FLOATS and "int" not in dtype:
         raise TypeError(f"{name} has dtype {dtype}, expected real numbers")
-    if alike and len(a.shape):
+    if alike and other.ndim(a):
         same_device(be, x, a, name)
 
 
