@@ -7,17 +7,17 @@ import os
 import subprocess
 import sys
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from jax import lax
 
 import clipaware as ca
-from clipaware._backends import jax as backend
 from clipaware.reference import directions, norm64
 from test_values import assert_norm
+
+jax = pytest.importorskip("jax", reason="JAX is not installed")
+jnp, lax = jax.numpy, jax.lax
+from clipaware._backends import jax as backend  # noqa: E402
 
 ORDERS = [1, 1.5, 2, 3, math.inf]
 

@@ -45,6 +45,7 @@ def test_torch():
 
 
 def test_jax():
+    pytest.importorskip("jax", reason="JAX is not installed")
     names: dict = {}
     exec(BLOCKS[2], names)
     before = names["delta"]
@@ -54,6 +55,7 @@ def test_jax():
 
 
 def test_tensorflow():
+    pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
     names: dict = {}
     exec(BLOCKS[3], names)
     for x, v in zip(names["images"], names["noisy"], strict=True):
@@ -66,6 +68,7 @@ JAX, KERAS, ARRAY_API, EAGERPY = blocks(ROOT / "docs" / "frameworks.md")
 
 
 def test_jax_training_step():
+    pytest.importorskip("jax", reason="JAX is not installed")
     names: dict = {}
     exec(JAX, names)
     assert names["step"]._cache_size() <= 2  # eps as a number and as an array
@@ -76,6 +79,7 @@ def test_jax_training_step():
 
 
 def test_keras_layer():
+    pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
     names: dict = {}
     exec(KERAS, names)
     x = names["x"].numpy()
@@ -86,6 +90,7 @@ def test_keras_layer():
 
 
 def test_array_api():
+    pytest.importorskip("array_api_strict", reason="array-api-strict is not installed")
     names: dict = {}
     exec(ARRAY_API, names)
     assert names["xp"].isdtype(names["v"].dtype, "real floating")
@@ -93,6 +98,7 @@ def test_array_api():
 
 
 def test_eagerpy():
+    pytest.importorskip("eagerpy", reason="EagerPy is not installed")
     names: dict = {}
     exec(EAGERPY, names)
     moved = (names["v"] - names["x"]).norms.l2(axis=1)

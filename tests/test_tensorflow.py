@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 
-import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 import torch
 
 import clipaware as ca
-from clipaware._backends import tensorflow as backend
 from clipaware.reference import norm64
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+keras = pytest.importorskip("keras", reason="Keras is not installed")
+from clipaware._backends import tensorflow as backend  # noqa: E402
 
 ROWS, N = 4, 30
 rng = np.random.default_rng(0)
