@@ -176,6 +176,21 @@ def test_half_precision(stand_in, kind, p):
     assert [bar.dtype for bar in bars] == [np.float16, np.float16, np.float32, np.float32, np.float32]
 
 
+@pytest.mark.parametrize("p", [1, 2, 3.5])
+def test_half_precision_of_long_rows(stand_in, p):
+    """Where norms are closer to each other than the 2e-7 that are good enough in float32: still the nearest of them."""
+    rng = np.random.default_rng(0)
+    x, delta = rng.random((4, 20_000)).astype(np.float16), rng.standard_normal((4, 20_000)).astype(np.float16)
+    eps = ca.reach(x, delta, p=p)[:, 0] * np.array([0.5, 0.8, 0.9, 0.95])
+    v, scale = ca.perturb(x, delta, eps, p=p), np.float32(ca.rescale(x.astype(float), delta.astype(float), eps, p=p))
+    for i in range(4):
+        # Every array on the ray near the solution: float32 has no scales between these.
+        scales = scale[i] + np.arange(-300, 301, dtype=np.float32)[:, None] * np.spacing(scale[i])
+        ray = np.clip(x[i].astype(np.float32) + scales * delta[i].astype(np.float32), 0, 1).astype(np.float16)
+        best = np.abs(norm64(ray, np.broadcast_to(x[i], ray.shape), p) - eps[i]).min()
+        assert abs(norm64(v[i : i + 1], x[i : i + 1], p)[0] - eps[i]) <= best * (1 + 1e-6) + 1e-8 * eps[i]
+
+
 class Mine:
     """An array of yet another library, as far as dispatch looks."""
 
