@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TRITON := .venv-triton
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test bench lint clean
@@ -20,6 +21,12 @@ $(VENV)/dev.stamp: pyproject.toml requirements-dev.txt | $(BIN)/python
 	$(PIP) -r requirements-dev.txt -e .
 	@touch $@
 
+# Apart from TensorFlow: in one process the two abort.
+$(TRITON)/dev.stamp: pyproject.toml requirements-dev.txt requirements-triton.txt
+	$(PYTHON) -m venv $(TRITON)
+	$(TRITON)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements-dev.txt -r requirements-triton.txt -e .
+	@touch $@
+
 demo: $(VENV)/demo.stamp
 	$(BIN)/clipaware demo
 
@@ -28,12 +35,13 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
+test: lint $(TRITON)/dev.stamp
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest -n 2 --dist worksteal tests/test_triton.py
 
 bench: $(VENV)/dev.stamp
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis clipaware-demo
+	rm -rf $(VENV) $(TRITON) .pytest_cache .mypy_cache .ruff_cache .hypothesis clipaware-demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

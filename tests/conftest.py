@@ -36,6 +36,8 @@ array_api_strict, cupy, jax, tf = map(_optional, ("array_api_strict", "cupy", "j
 MODULES = {"array-api-strict": array_api_strict, "cupy": cupy, "jax": jax, "tensorflow": tf}
 jax_backend, tensorflow_backend = map(_optional, ("clipaware._backends.jax", "clipaware._backends.tensorflow"))
 
+triton_kernels = _optional("clipaware._kernels.triton")
+
 if hypothesis is not None:
     hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=60)
     hypothesis.settings.load_profile("default")
@@ -101,6 +103,22 @@ def _torch_gradients(x: Any, delta: Any, eps: Any, lower: Any, upper: Any, g: An
     return [a.grad.numpy() for a in inputs]
 
 
+# Where the GPU's kernels run: on a GPU, or one program after another in Triton's interpreter.
+GPU = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _to_cuda(a: Any, dtype: str) -> torch.Tensor:
+    return _to_torch(a, dtype).to(GPU)
+
+
+def _cuda_gradients(x: Any, delta: Any, eps: Any, lower: Any, upper: Any, g: Any, **options: Any) -> list[Any]:
+    inputs = [torch.tensor(a, dtype=torch.float64, device=GPU).requires_grad_() for a in (x, delta, eps, lower, upper)]
+    v = ca.perturb(*inputs[:3], bounds=tuple(inputs[3:]), **options)
+    v.backward(torch.tensor(g, device=GPU))
+    return [a.grad.cpu().numpy() for a in inputs]
+
+
 def _to_jax(a: Any, dtype: str) -> Any:
     return jax.numpy.asarray(np.array(a, np.float64), dtype)
 
@@ -158,6 +176,8 @@ BACKENDS = {
     "torch": Backend("torch", _to_torch, _from_torch, _torch_gradients),
     # As on other devices: PyTorch's own operations instead of NumPy's kernels on the same memory.
     "torch-operations": Backend("torch-operations", _to_torch, _from_torch, _torch_gradients),
+    # PyTorch's tensors on a GPU, by Triton's kernels.
+    "cuda": Backend("cuda", _to_cuda, _from_torch, _cuda_gradients, checked=False),
     "jax": Backend("jax", _to_jax, np.asarray, _jax_gradients),
     # As in a trace and on other devices: one compiled program instead of NumPy's kernels.
     "jax-operations": Backend("jax-operations", _to_jax, np.asarray, _jax_gradients, checked=False),
@@ -181,7 +201,9 @@ BACKENDS = {
 
 
 @pytest.fixture(
-    params=[pytest.param(b, id=name, marks=[pytest.mark.cuda] * (name == "cupy")) for name, b in BACKENDS.items()]
+    params=[
+        pytest.param(b, id=name, marks=[pytest.mark.cuda] * (name in ("cuda", "cupy"))) for name, b in BACKENDS.items()
+    ]
 )
 def be(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
     subnormal = request.node.originalname in ("test_subnormal_delta", "test_mixed_scales_in_one_row")
@@ -203,12 +225,34 @@ def be(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backe
             pytest.skip("operations one by one take minutes for all the examples")
         if request.node.originalname == "test_one_picture_of_a_batch_alone":
             pytest.skip("TensorFlow's sums depend on the shape in their last bit")
+    elif request.param.name == "cuda":
+        request.getfixturevalue("on_gpu")
     elif request.param.name == "cupy":
         if not cupy.is_available():
             pytest.skip("CuPy finds no GPU")
     else:
         assert numpy_backend.kernels() is not None  # or these would test the operations twice
     return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's tensors of `_to_cuda` go to Triton's kernels."""
+    if INTERPRETED and triton_kernels is not None:
+        from triton.runtime import interpreter
+
+        def splat(self: Any, kind: Any, a: Any) -> Any:
+            return interpreter.TensorHandle(np.full(kind.shape, a.data.ravel()[0], a.data.dtype), a.dtype.scalar)
+
+        # Its own makes integers of truth values.
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_splat", splat)
+        monkeypatch.setattr(torch_backend, "_numpy_can", lambda x: False)
+        monkeypatch.setattr(torch_backend, "_kernels_of", lambda x: triton_kernels)
+        monkeypatch.setattr(torch_backend, "values_of", lambda a: None)
+    elif GPU == "cpu":
+        pytest.skip("PyTorch finds no GPU, and this is not Triton's interpreter")
+    else:
+        assert torch_backend.gpu_kernels() is not None  # or this would test the operations twice
 
 
 @pytest.fixture(autouse=True)

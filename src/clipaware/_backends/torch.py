@@ -8,6 +8,7 @@ operator without derivatives, and ``_math.implicit`` puts them back in operation
 from __future__ import annotations
 
 import sys
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -197,8 +198,19 @@ def ndim(a: Array) -> int:
 
 
 def number(value: Any, like: Array) -> Array:
-    """A bound for all rows and elements."""
+    """A bound for all rows and elements. Not to be written to: on a GPU it is kept for the next call."""
+    plain = type(like) in (torch.Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+    # What is made while a graph is captured belongs to that graph.
+    if plain and like.is_cuda and not torch.cuda.is_current_stream_capturing():
+        return _kept_number(float(value), like.dtype, like.device)
     return torch.full((1, 1), value, dtype=like.dtype, device=like.device)
+
+
+@lru_cache(maxsize=64)
+def _kept_number(value: float, dtype: torch.dtype, device: torch.device) -> Array:
+    with torch.inference_mode(False):
+        # From the host, and so there before any stream can ask for it.
+        return torch.tensor([[value]], dtype=dtype).to(device)
 
 
 def wide_number(value: Any, like: Array) -> Array:
@@ -242,6 +254,23 @@ def _numpy_can(x: Array) -> bool:
     return bool(x.device.type == "cpu" and (x.dtype != torch.bfloat16 or host.kernels() is not None))
 
 
+@cache
+def gpu_kernels() -> Any:
+    """The GPU's kernels; None without Triton, and where to import it after TensorFlow would abort the process."""
+    if not torch.cuda.is_available() or ("tensorflow" in sys.modules and "triton" not in sys.modules):
+        return None
+    try:
+        from clipaware._kernels import triton
+    except ImportError:
+        return None
+    return triton
+
+
+def _kernels_of(x: Array) -> Any:
+    """The kernels that take this tensor, if any."""
+    return gpu_kernels() if x.device.type == "cuda" and not torch.version.hip else None
+
+
 def _on_host(a: Array) -> Any:
     """The tensor's own memory, or a float32 copy of bfloat16."""
     a = a.detach().resolve_neg()
@@ -274,6 +303,9 @@ def _solved(
         out = torch.from_numpy(v).to(x.dtype) if write else x.new_empty(0)
         return out, torch.from_numpy(eta), torch.from_numpy(status)
     x, delta, eps, lower, upper = (a.detach() for a in (x, delta, eps, lower, upper))
+    kernels = _kernels_of(x)
+    if kernels is not None:
+        return kernels.solve(x, delta, eps, lower, upper, p, mode, write)  # type: ignore[no-any-return]
     rows, n = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if write else x.new_empty(0)
     eta = torch.zeros((rows, 1), dtype=_wide(x), device=x.device)
@@ -406,6 +438,17 @@ def _backward(saved: Any, p: float, g: Any, h: Any, needs: Any) -> list[Any]:
             torch.from_numpy(bar).sum_to_size(a.shape).to(a.dtype) if need else None
             for bar, a, need in zip(found, saved[:5], needs[:5], strict=True)
         ]
+    kernels = _kernels_of(x)
+    if kernels is not None:
+        x, delta, eps, lower, upper, eta, status = saved
+        up = torch.zeros((1, 1), dtype=x.dtype, device=x.device) if g is None else g
+        wanted = needs[0], needs[1], needs[3] or needs[4]
+        x_bar, delta_bar, eps_bar, c_bar = kernels.vjp(x, delta, eps, lower, upper, p, eta, status, up, h, wanted)
+        found = x_bar, delta_bar, eps_bar, *((c_bar * (delta < 0), c_bar * (delta > 0)) if wanted[2] else (None, None))
+        return [
+            bar.sum_to_size(a.shape).to(a.dtype) if need else None
+            for bar, a, need in zip(found, saved[:5], needs[:5], strict=True)
+        ]
     bars: list[Any] = [torch.zeros_like(a) if need else None for a, need in zip(saved, needs[:5], strict=False)]
     height = max(1, (GROUP if x.device.type == "cpu" else BATCH) // x.shape[1])
     for start in range(0, x.shape[0], height):
@@ -468,6 +511,9 @@ def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float) -> Array
     if _numpy_can(x):
         problem = _on_host(x), _on_host(delta), _on_host(lower), _on_host(upper)
         return torch.from_numpy(host.reach(*problem, p, dtype_name(x)))
+    kernels = _kernels_of(x)
+    if kernels is not None:
+        return kernels.reach(x, delta, lower, upper, p)
     found = torch.zeros((x.shape[0], 1), dtype=_wide(x), device=x.device)
     for part, group, blank in _groups(x, delta, eps, lower, upper, p):
         found[part] = _math.reach(group)

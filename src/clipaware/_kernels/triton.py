@@ -1,0 +1,1259 @@
+"""Triton on the GPU: rows that one program holds in its registers, and long rows that many programs share.
+
+A short row is solved, written, measured and, if need be, polished by one program. Long rows start from a sample of
+them (`_start`); one pass adds up the norm at eight scales around that (`_nodes`), between which the solution is
+interpolated; and one pass writes and measures (`_write`). Whatever is then not as it should be, rows that make no sense
+included, is done again by one program a row, which takes care of everything (`_solve_rows`). Programs that share a row
+leave what they found in memory, and the last of them to finish adds it up, always in the same order: no kernel waits
+for another, nothing is fetched, and the same input gives the same bits.
+
+The unknown is ``c`` in ``sum min(c*|delta|, s*inv)^p = (eps*inv)^p`` with ``inv`` near 1/eps, so ``eta = c/inv``. It is
+applied as a product of two factors, for neither of them to leave the range of float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from clipaware import _math
+
+Array = Any
+
+INTERPRETED = triton.knobs.runtime.interpret
+
+INF = tl.constexpr(math.inf)
+HUGE = tl.constexpr(_math.HUGE)
+REGULAR = tl.constexpr(_math.REGULAR)
+ZERO = tl.constexpr(_math.ZERO)
+AT_ZERO = tl.constexpr(_math.AT_ZERO)
+UNREACHABLE = tl.constexpr(_math.UNREACHABLE)
+HELD = tl.constexpr(_math.HELD)
+SLACK = tl.constexpr(_math.SLACK)
+NEWTON_PASSES = tl.constexpr(_math.NEWTON_PASSES)
+MAX_PASSES = tl.constexpr(_math.MAX_PASSES)
+POLISH_PASSES = tl.constexpr(_math.POLISH_PASSES)
+
+# What a pass over a row is for, and so what it returns (two numbers).
+LOOK = tl.constexpr(0)  # the largest |delta|, infinite if anything makes no sense
+BEGIN = tl.constexpr(1)  # the sum of (k*|delta|)^p, and of the rooms' powers
+SUMS = tl.constexpr(2)  # the sums of what is not clipped, and of what is
+NORM = tl.constexpr(3)  # of the array as written
+CEILING = tl.constexpr(4)  # the scale at which all is clipped
+ABLE = tl.constexpr(5)  # the largest |delta| that has room for eps
+ROOM = tl.constexpr(6)  # the largest room
+NEARLY = tl.constexpr(8)  # the same in the working precision
+FILLED = tl.constexpr(7)  # the sum of (k*room)^p
+
+# What became of a long row.
+CARE = tl.constexpr(0)  # left to `_solve_rows`
+STARTED = tl.constexpr(1)
+FOUND = tl.constexpr(2)
+DONE = tl.constexpr(3)
+
+LONGEST = 16384  # elements that a program holds
+STREAM = 4096  # elements that a program takes at a time of longer rows
+SAMPLE = 8192
+SAMPLE_RUN = 256
+MODES = {"equal": 0, "at_most": 1, "at_least": 2}
+NODES = tl.constexpr(8)
+
+# What is known of a long row: float64 numbers at these places.
+SCALE, WIDTH, SHARE, INV, FIRST, REST, RESTS = (tl.constexpr(i) for i in (0, 1, 2, 3, 4, 5, 8))
+KEPT = tl.constexpr(6)
+STATE = tl.constexpr(16)
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _power(z, P: tl.constexpr, FAST: tl.constexpr):
+    """z^P; `FAST` to about 1e-6."""
+    if P == 1:
+        y = z
+    elif P == 2:
+        y = z * z
+    elif P == 3:
+        y = z * z * z
+    elif P == 4:
+        y = (z * z) * (z * z)
+    elif P == 0:
+        y = z * 0 + 1
+    elif FAST:
+        y = tl.exp2(P * tl.log2(z))
+    else:
+        y = tl.exp2(P * tl.log2(z.to(tl.float64))).to(z.dtype)
+    return y
+
+
+@triton.jit
+def _root(q, P: tl.constexpr):
+    """q^(1/P)."""
+    if P == 1 or P == INF:
+        y = q
+    elif P == 2:
+        y = tl.sqrt(q)
+    else:
+        y = tl.exp2(tl.log2(q) / P)
+    return y
+
+
+@triton.jit
+def _real(a, DOUBLE: tl.constexpr):
+    return a.to(tl.float64) if DOUBLE else a.to(tl.float32)
+
+
+@triton.jit
+def _split(k, DOUBLE: tl.constexpr):
+    """k >= 0 as two factors, of which one is a power of two, in the working precision."""
+    half = ((k.to(tl.int64, bitcast=True) >> 52) - 1023) >> 1
+    if not DOUBLE:
+        half = tl.minimum(tl.maximum(half, -120), 120)
+    first = ((1023 + half) << 52).to(tl.float64, bitcast=True)
+    rest = k * ((1023 - half) << 52).to(tl.float64, bitcast=True)
+    if not DOUBLE:
+        rest = tl.minimum(rest, 1e38)
+    return _real(first, DOUBLE), _real(rest, DOUBLE)
+
+
+@triton.jit
+def _units(eps, P: tl.constexpr, DOUBLE: tl.constexpr):
+    """1/eps in the working precision, and (eps/that)^p."""
+    inv = 1 / eps
+    if not DOUBLE:
+        inv = tl.minimum(tl.maximum(inv, 1e-36), 1e36)
+    inv = _real(inv, DOUBLE)
+    return inv, _power(eps * inv.to(tl.float64), 1 if P == INF else P, False)
+
+
+@triton.jit
+def _add(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def _most(a0, a1, b0, b1):
+    return tl.maximum(a0, b0), tl.maximum(a1, b1)
+
+
+@triton.jit
+def _add8(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7
+
+
+# --- elements ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load(row, cols, n, LOW: tl.constexpr, UP: tl.constexpr, DOUBLE: tl.constexpr, AGAIN: tl.constexpr = False):
+    """x, delta and the bounds at these columns; beyond the last, 0."""
+    x, delta, lower, upper = row
+    inside = cols < n
+    if AGAIN:  # for the last time; otherwise it would be the same load to the compiler
+        x = _real(tl.load(x + cols, mask=inside, other=0.0, eviction_policy="evict_first"), DOUBLE)
+        delta = _real(tl.load(delta + cols, mask=inside, other=0.0, eviction_policy="evict_first"), DOUBLE)
+    else:
+        x = _real(tl.load(x + cols, mask=inside, other=0.0), DOUBLE)
+        delta = _real(tl.load(delta + cols, mask=inside, other=0.0), DOUBLE)
+    if LOW:
+        lower = _real(tl.load(lower + cols, mask=inside, other=0.0), DOUBLE)
+    else:
+        lower = _real(tl.load(lower), DOUBLE)
+    if UP:
+        upper = _real(tl.load(upper + cols, mask=inside, other=0.0), DOUBLE)
+    else:
+        upper = _real(tl.load(upper), DOUBLE)
+    return x, delta, lower, upper
+
+
+@triton.jit
+def _row(x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, index):
+    """Where a row begins."""
+    return (
+        x + index * x_row,
+        delta + index * delta_row,
+        lower + index * lower_row,
+        upper + index * upper_row,
+    )
+
+
+@triton.jit
+def _room(x, delta, lower, upper):
+    """The distance to the bound ahead, of what moves."""
+    x = tl.minimum(tl.maximum(x, lower), upper)
+    s = tl.maximum(tl.where(delta < 0, x - lower, upper - x), 0.0)
+    return tl.where(delta == 0, 0.0, s)
+
+
+@triton.jit
+def _moved(elements, first, rest, corner, DTYPE: tl.constexpr):
+    """clip(x + k*delta) as an array of that dtype holds it; the bounds, if at a `corner`."""
+    x, delta, lower, upper = elements
+    x = tl.minimum(tl.maximum(x, lower), upper)
+    v = tl.minimum(tl.maximum((delta * first) * rest + x, lower), upper)
+    ahead = tl.where(delta < 0, lower, tl.where(delta > 0, upper, x))
+    return tl.where(corner, ahead, v).to(DTYPE)
+
+
+@triton.jit
+def _tile(
+    elements, first, rest, inv, corner, P: tl.constexpr, WHAT: tl.constexpr, DTYPE: tl.constexpr, ULP: tl.constexpr
+):
+    """What some elements add to a pass: two arrays."""
+    x, delta, lower, upper = elements
+    size = tl.abs(delta)
+    if WHAT == LOOK:
+        fine = (tl.abs(x) < INF) & (lower <= upper) & (lower < INF) & (upper > -INF)
+        one = tl.where(fine, tl.where(size < INF, size, INF), INF)
+        two = one
+    elif WHAT == NORM or WHAT == NEARLY:
+        v = _moved(elements, first, rest, corner, DTYPE)
+        x = tl.minimum(tl.maximum(x, lower), upper)
+        if WHAT == NORM:
+            move = tl.abs(v.to(tl.float64) - x.to(tl.float64)) * inv
+        else:
+            move = tl.abs(v.to(x.dtype) - x) * inv
+        one = _power(move, 1 if P == INF else P, False)
+        two = one
+    elif WHAT == CEILING:
+        one = tl.where(delta == 0, 0.0, _room(x, delta, lower, upper).to(tl.float64) / size.to(tl.float64))
+        two = one
+    elif WHAT == ROOM:
+        one = _room(x, delta, lower, upper)
+        two = one
+    elif WHAT == FILLED:
+        one = _power((_room(x, delta, lower, upper) * first).to(tl.float64) * rest, P, False)
+        two = one
+    else:
+        room = tl.minimum(_room(x, delta, lower, upper) * inv, 1 + 2.0**-10)
+        if WHAT == ABLE:
+            one = tl.where(room + 8 * ULP >= 1, size, 0.0)
+            two = one
+        elif WHAT == BEGIN:
+            wrong = (x - x) + tl.where((lower <= upper) & (lower < INF) & (upper > -INF), 0.0, float("nan"))
+            one, two = _power((size * first) * rest, P, False) + wrong, _power(room, P, False)
+        else:
+            z = (size * first) * rest
+            clipped = z >= room
+            power = _power(tl.minimum(z, room), P, False)
+            one, two = tl.where(clipped, 0.0, power), tl.where(clipped, power, 0.0)
+    return one, two
+
+
+@triton.jit
+def _pass(
+    held,
+    row,
+    n,
+    k,
+    inv,
+    corner,
+    P: tl.constexpr,
+    WHAT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    LOW: tl.constexpr,
+    UP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HOLDS: tl.constexpr,
+):
+    """Two numbers of a row, added up or maximised in float64. `k` is the scale, in the units of `inv` if for SUMS."""
+    ULP: tl.constexpr = 2.0**-52 if DOUBLE else 2.0**-23
+    MAXIMUM: tl.constexpr = (
+        WHAT == LOOK
+        or WHAT == CEILING
+        or WHAT == ABLE
+        or WHAT == ROOM
+        or (P == INF and (WHAT == NORM or WHAT == NEARLY))
+    )
+    first, rest = _split(k, DOUBLE)
+    if HOLDS:
+        one, two = _tile(held, first, rest, inv, corner, P, WHAT, DTYPE, ULP)
+    else:
+        one = tl.zeros((BLOCK,), tl.float64)
+        two = tl.zeros((BLOCK,), tl.float64)
+        for start in range(0, n, BLOCK):
+            elements = _load(row, start + tl.arange(0, BLOCK), n, LOW, UP, DOUBLE)
+            more, other = _tile(elements, first, rest, inv, corner, P, WHAT, DTYPE, ULP)
+            if MAXIMUM:
+                one, two = tl.maximum(one, more.to(tl.float64)), tl.maximum(two, other.to(tl.float64))
+            else:
+                one, two = one + more.to(tl.float64), two + other.to(tl.float64)
+    if MAXIMUM:
+        one = tl.max(one, 0)
+        two = one
+    elif WHAT == SUMS or WHAT == BEGIN:
+        one, two = tl.reduce((one, two), 0, _add)
+    else:
+        one = tl.sum(one, 0)
+        two = one
+    return one.to(tl.float64), two.to(tl.float64)
+
+
+# --- a row by one program ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _second(least, U, C, P: tl.constexpr):
+    """`_math.extrapolated`: the second guess over the first, the naive one, of which Newton's step is `least`."""
+    b = (U + C - 1 + (1 - U) * (P / (P + 1))) * ((P + 1) * (P + 2) / P)
+    linear, quadratic = (1 - U - b) * (P / (P + 1)), b * (P / (P + 2))
+    guess = least
+    for _ in range(3):
+        guess = 1 / _root(tl.maximum(1 - guess * (linear + quadratic * guess), 0.1), P)
+    return tl.minimum(tl.maximum(guess, least), 2 * least - 1)
+
+
+@triton.jit
+def _curved(least, past, slopes, P: tl.constexpr):
+    """`_math.curved`: the next guess over this one, from where the last one was and the slope there, over this."""
+    change = _power(least, P, False) - 1
+    distance = 1 - _power(past, P, False)
+    wide = tl.abs(distance) > 1e-6
+    bend = tl.where(wide, (slopes / (1 - distance) - 1) / tl.where(wide, distance, 1.0), 0.0)
+    return _root(1 + change + tl.minimum(tl.maximum(bend * change, -1.0), 1.0) * change / 2, P)
+
+
+@triton.jit
+def _polished(
+    held, row, n, K, slope, inv, size, norm, limit, close, corner,
+    P: tl.constexpr, DTYPE: tl.constexpr, DOUBLE: tl.constexpr, LOW: tl.constexpr, UP: tl.constexpr,
+    BLOCK: tl.constexpr, HOLDS: tl.constexpr,
+):  # fmt: skip
+    """`_math.polish`: the K whose array, as written, has the norm nearest to eps; its norm at K is known."""
+    ULP: tl.constexpr = 2.0**-52 if DOUBLE else 2.0**-23
+    edge = tl.minimum(limit, 1.0)
+    first, rest = _split(K, DOUBLE)
+    K = first.to(tl.float64) * rest.to(tl.float64)
+    best, gap = tl.where(limit < INF, 0.0, K), HUGE + K * 0
+    lo, hi, at_lo, at_hi = K * 0 - 1, K * 0 + HUGE, K * 0, K * 0
+    stride, halving, going, count = K * 0 + 1, K < 0, K >= 0, (K * 0).to(tl.int32)
+    while going:
+        here = tl.where(norm <= limit, tl.abs(norm - 1), HUGE)
+        best, gap = tl.where(here < gap, K, best), tl.minimum(here, gap)
+        above = norm > edge
+        lo, at_lo = tl.where(above, lo, K), tl.where(above, at_lo, norm)
+        hi, at_hi = tl.where(above, K, hi), tl.where(above, norm, at_hi)
+        inside = (lo >= 0) & (hi < HUGE)
+        middle = lo + (hi - lo) / 2
+        secant = lo + (hi - lo) * ((edge - at_lo) / tl.where(inside, at_hi - at_lo, 1.0))
+        reach = (tl.abs(edge - norm) / slope + 2 * ULP) * stride
+        outward = tl.maximum(K * tl.where(above, 1 - reach, 1 + reach), 0.0)
+        between = tl.where((secant > lo) & (secant < hi) & ~halving, secant, middle)
+        first, rest = _split(tl.where(inside, between, outward), DOUBLE)
+        K = first.to(tl.float64) * rest.to(tl.float64)
+        if inside & ((K <= lo) | (K >= hi)):  # the middle, if the secant is but rounding away from an end
+            first, rest = _split(middle, DOUBLE)
+            K = first.to(tl.float64) * rest.to(tl.float64)
+        closed = inside & ((K <= lo) | (K >= hi))
+        count += 1
+        going = ~closed & (gap > close + 1 - edge) & (count < POLISH_PASSES)
+        stride = tl.minimum(2 * stride, 1e9)
+        halving = ~halving
+        if going:
+            total, _ = _pass(held, row, n, K, inv, corner, P, NORM, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
+            norm = _root(total, P) / size
+    return best
+
+
+@triton.jit
+def _solve_plainly(row, cols, n, v, e, P: tl.constexpr, LOW: tl.constexpr, UP: tl.constexpr, DTYPE: tl.constexpr):
+    """A few steps of Newton's and the array, if nothing about the row is unusual: in float32 throughout, since float64
+    is slow where a whole program computes one number. Returns eta, or NaN if it is to be done with more care."""
+    x, delta, lower, upper = _load(row, cols, n, LOW, UP, False)
+    inv = (1 / e).to(tl.float32)
+    # What makes no sense is NaN in the sums.
+    room = tl.where(delta < 0, x - lower, upper - x) * inv
+    wrong = tl.where(((room >= 0) & (lower <= upper)) | (cols >= n), 0.0, float("nan"))
+    size = tl.abs(delta)
+    total, most = tl.reduce((_power(size, P, True) + wrong, _power(tl.minimum(room, 2.0), P, True)), 0, _add)
+    going = (total > 1e-25) & (total < 1e25) & (most > 1) & (inv > 1e-25) & (inv < 1e25)
+    c = _root(1 / total, P)
+    fine, count, last_c, last_U = going, (c * 0).to(tl.int32), c, c
+    while going:
+        z = size * c
+        clipped = z >= room
+        power = _power(tl.minimum(z, room), P, True)
+        U, C = tl.reduce((tl.where(clipped, 0.0, power), tl.where(clipped, power, 0.0)), 0, _add)
+        fine = (C < 1) & (U > 1e-3)
+        least = _root(tl.where(fine, (1 - C) / U, 1.0), P)
+        if count == 0:
+            factor = _second(least, U, C, P)
+        else:
+            factor = _curved(least, last_c / c, last_U / U, P)
+        factor = tl.where(factor > 0, factor, least)
+        going = fine & (tl.abs(factor - 1) > 3e-4) & (count < 8)
+        last_c, last_U = c, U
+        c *= factor
+        count += 1
+    fine = fine & (count < 9) & (c > 1e-25) & (c < 1e25)
+    K = c.to(tl.float64) / inv.to(tl.float64)
+    k = K.to(tl.float32)
+    # Once more from the cache, instead of registers that are needed above.
+    x, delta, lower, upper = _load(row, cols, n, LOW, UP, False, True)
+    kept = tl.minimum(tl.maximum(delta * k + x, lower), upper)
+    norm = _root(tl.sum(_power(tl.abs(kept - x) * inv, P, False)), P) / (e * inv)
+    fine = fine & (tl.abs(norm - 1) <= 1.5e-7)
+    if fine:
+        tl.store(v + cols, kept.to(DTYPE), mask=cols < n)
+    return tl.where(fine, k.to(tl.float64), float("nan"))
+
+
+@triton.jit
+def _solve_rows(
+    x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, eps, eps_row, n, v, eta, status, flags,
+    P: tl.constexpr, MODE: tl.constexpr, WRITE: tl.constexpr, DOUBLE: tl.constexpr, HALF: tl.constexpr,
+    LOW: tl.constexpr, UP: tl.constexpr, BLOCK: tl.constexpr, HOLDS: tl.constexpr,
+):  # fmt: skip
+    """All that is to be done for a row; of rows that do not fit a program, for those which are not DONE."""
+    index = tl.program_id(0).to(tl.int64)
+    if not HOLDS:
+        if tl.load(flags + index * 4) == DONE:
+            return
+    DTYPE: tl.constexpr = v.dtype.element_ty
+    ULP: tl.constexpr = 2.0**-52 if DOUBLE else 2.0**-23
+    SETTLED: tl.constexpr = 2.0**-49 if DOUBLE else (2.0**-12 if WRITE else 2.0**-24)
+    CLOSE: tl.constexpr = 4e-15 if DOUBLE else 2e-7
+    TINY: tl.constexpr = 1e-200 if DOUBLE else 1e-25
+    AT_MOST: tl.constexpr = MODE == 1
+    row = _row(x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, index)
+    cols = tl.arange(0, BLOCK)
+    e = tl.load(eps + index * eps_row)
+    if HOLDS and WRITE and MODE == 0 and P < 5 and not (DOUBLE or HALF):
+        K = _solve_plainly(row, cols, n, v + index * n, e, P, LOW, UP, DTYPE)
+        if K == K:
+            tl.store(eta + index, K)
+            tl.store(status + index, REGULAR)
+            return
+    held = _load(row, cols, n, LOW, UP, DOUBLE)
+    usual = (e > 0) & (e < INF)
+    inv, target = _units(tl.where(usual, e, 1.0), P, DOUBLE)
+    size, top, total, most = _root(target, P), e * 0 + 1, e * 0, e * 0
+    if P != INF:
+        total, most = _pass(held, row, n, e * 0 + 1, inv, False, P, BEGIN, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
+        usual = usual & (total > TINY) & (total < 1 / TINY)
+    if P == INF or ~usual:
+        # The largest |delta| is the unit of what is neither large nor small.
+        top, _ = _pass(held, row, n, e * 0, inv, False, P, LOOK, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
+        if P != INF:
+            unit = 1 / tl.where((top > 0) & (top < INF), top, 1.0)
+            total, most = _pass(held, row, n, unit, inv, False, P, BEGIN, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
+    good = (e >= 0) & (e < INF) & (top < INF)
+    moves = good & (top > 0) & (e > 0)
+    e = tl.where(moves, e, 1.0)
+    K, slope, corner, short = e * 0, e * 0 + 1, e < 0, e < 0
+    if moves:
+        if P == INF:
+            top, _ = _pass(held, row, n, K, inv, False, P, ABLE, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
+            short = top <= 0
+            corner = short
+            K = e / tl.where(short, 1.0, top)
+        else:
+            c = _root(target / total, P) / top
+            lo, hi, last_c, last_U, count, going = c, c * 0 + HUGE, c, c * 0, (c * 0).to(tl.int32), most >= target
+            short = most < target
+            corner = most + target * (8 * P * ULP) < target
+            C = most
+            while going:
+                first, rest = _split(c, DOUBLE)
+                c = first.to(tl.float64) * rest.to(tl.float64)
+                U, C = _pass(held, row, n, c, inv, False, P, SUMS, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
+                fine = (C < target) & (U > 0)
+                some_U = tl.where(fine, U, 1.0)
+                root = tl.where(fine, c * _root(tl.where(fine, (target - C) / some_U, 1.0), P), lo)
+                above = U + C >= target
+                hi, lo = tl.where(above, tl.minimum(hi, c), hi), tl.where(above, lo, tl.maximum(lo, c))
+                lo = tl.maximum(lo, tl.minimum(root, hi))
+                least = _real(root / c, DOUBLE)
+                if count == 0:
+                    factor = _second(least, _real(some_U / target, DOUBLE), _real(C / target, DOUBLE), P)
+                else:
+                    factor = _curved(least, _real(last_c / c, DOUBLE), _real(last_U / some_U, DOUBLE), P)
+                guess = c * factor.to(tl.float64)
+                guess = tl.where((guess >= lo) & (guess <= hi), guess, root)
+                arrived = fine & (tl.abs(guess - c) <= SETTLED * guess)
+                astray = ~fine | ((count >= NEWTON_PASSES) & (count % 2 == 1))
+                middle = tl.where(hi < HUGE, tl.sqrt(lo) * tl.sqrt(hi), tl.minimum(c * (16.0 + count * count), HUGE))
+                last_c, last_U = c, some_U
+                c = tl.where(astray & ~arrived, middle, guess)
+                count += 1
+                going = ~arrived & (hi - lo > lo * SETTLED) & (count < MAX_PASSES)
+                # Next to the reach, what is missing is but rounding.
+                short = ~going & (U < 1e-3 * target) & (hi >= HUGE)
+            K = c / inv.to(tl.float64)
+            slope = tl.maximum(1 - C / target, ULP)
+        if short:
+            most_K, _ = _pass(held, row, n, K, inv, False, P, CEILING, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
+            K = tl.where(corner, most_K, tl.minimum(K, most_K) if P != INF else most_K)
+            if P != INF:
+                K = tl.where(most < target, most_K, K)
+    code = tl.where(corner, UNREACHABLE, REGULAR)
+    if AT_MOST:
+        code = tl.where(K > 1, HELD, code)
+        corner = corner & (K <= 1)
+        K = tl.minimum(K, 1.0)
+    elif MODE == 2:
+        code = tl.where((K < 1) & ~corner, HELD, code)
+        K = tl.where(corner, K, tl.maximum(K, 1.0))
+    K = tl.where(moves, K, 0.0)
+    code = tl.where(moves, code, tl.where(top <= 0, ZERO, AT_ZERO))
+    tl.store(eta + index, tl.where(good, K, float("nan")))
+    tl.store(status + index, code.to(tl.int64))
+    if WRITE:
+        written = K
+        if moves:
+            limit = size * 0 + 1 - SLACK if AT_MOST else size * 0 + INF
+            MEASURE: tl.constexpr = NORM if AT_MOST or HALF else NEARLY
+            total, _ = _pass(held, row, n, K, inv, corner, P, MEASURE, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
+            norm = _root(total, P) / size
+            off = code == REGULAR
+            if not HALF:
+                off = off & (tl.abs(norm - 1) > CLOSE)
+            if AT_MOST:
+                over = norm > limit
+                corner = corner & (norm <= limit)
+                off = off | over
+            # The norm of a long row of a half takes steps that are finer than that.
+            ENOUGH: tl.constexpr = CLOSE / 2 if not HALF else (1e-8 if HOLDS else CLOSE)
+            if off:
+                written = _polished(
+                    held, row, n, K, slope, inv, size, norm, limit, ENOUGH, corner,
+                    P, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS,
+                )  # fmt: skip
+        first, rest = _split(written, DOUBLE)
+        if HOLDS:
+            kept = _moved(held, first, rest, corner, DTYPE)
+            tl.store(v + index * n + cols, tl.where(good, kept, float("nan")).to(DTYPE), mask=cols < n)
+        else:
+            for start in range(0, n, BLOCK):
+                here = start + cols
+                kept = _moved(_load(row, here, n, LOW, UP, DOUBLE), first, rest, corner, DTYPE)
+                tl.store(v + index * n + here, tl.where(good, kept, float("nan")).to(DTYPE), mask=here < n)
+
+
+# --- long rows by many programs ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _start(
+    x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, eps, eps_row, n, state, flags, counts,
+    P: tl.constexpr, DOUBLE: tl.constexpr, LOW: tl.constexpr, UP: tl.constexpr, SIZE: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """Where to look for c, and how far around: from a sample of contiguous runs of the row."""
+    index = tl.program_id(0).to(tl.int64)
+    tl.store(counts + index * 4, 0)
+    e = tl.load(eps + index * eps_row)
+    fine = (e > 0) & (e < INF)
+    inv, target = _units(tl.where(fine, e, 1.0), P, DOUBLE)
+    tl.store(state + index * STATE + INV, inv.to(tl.float64))
+    flag = tl.where(fine, STARTED, CARE)
+    if P != INF:
+        i = tl.arange(0, SIZE)
+        cols = ((i // RUN).to(tl.int64) * (n - RUN) // (SIZE // RUN - 1) // 8 * 8 + i % RUN).to(tl.int32)
+        row = _row(x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, index)
+        x, delta, lower, upper = _load(row, cols, n, LOW, UP, DOUBLE)
+        size, room = tl.abs(delta), tl.minimum(_room(x, delta, lower, upper) * inv, 1.001)
+        total, most = tl.reduce((_power(size, P, True), _power(room, P, True)), 0, _add)
+        # The sample may not have as much room as the row.
+        goal = tl.minimum(_real(target * SIZE / n, DOUBLE), 0.997 * most)
+        fine = fine & (total > 1e-30) & (total < 1e30)
+        c = _root(goal / tl.where(fine, total, 1.0), P)
+        U, C, count, going = goal, goal * 0, (goal * 0).to(tl.int32), fine
+        while going:
+            z = size * c
+            clipped = z >= room
+            power = _power(tl.minimum(z, room), P, True)
+            U, C = tl.reduce((tl.where(clipped, 0.0, power), tl.where(clipped, power, 0.0)), 0, _add)
+            fine = (C < goal) & (U > 0)
+            root = tl.where(fine, c * _root(tl.where(fine, (goal - C) / tl.where(fine, U, 1.0), 1.0), P), c)
+            count += 1
+            going = fine & (tl.abs(root - c) > 2e-3 * root) & (count < 12)
+            c = root
+        power = _power(tl.minimum(size * c, room), P, True)
+        mean, square = tl.reduce((power, power * power), 0, _add)
+        mean, square = mean / SIZE, square / SIZE
+        # As far as c may be off because this is but a sample: four times its standard error.
+        spread = tl.sqrt(tl.maximum(square - mean * mean, 0.0) / SIZE) / mean
+        share = tl.minimum(tl.maximum(1 - C / goal, 1e-2), 1.0)
+        width = tl.minimum(tl.maximum(6 * spread / (P * share), 3e-3), 3.0)  # in octaves
+        flag = tl.where(fine & (c > 1e-30) & (c < 1e30), STARTED, CARE)
+        _aim(state + index * STATE, c.to(tl.float64), width.to(tl.float64), DOUBLE)
+    tl.store(flags + index * 4, flag)
+
+
+@triton.jit
+def _aim(state, c, width, DOUBLE: tl.constexpr):
+    """Where the nodes are: their common factor, and one for each."""
+    first, _ = _split(c, DOUBLE)
+    t = (2 * tl.arange(0, NODES).to(tl.float64) - (NODES - 1)) / (NODES - 1)  # closer to each other in the middle
+    rest = c / first.to(tl.float64) * tl.exp2(width * t * (0.55 + 0.45 * t * t))
+    tl.store(state + WIDTH, width)
+    tl.store(state + FIRST, first.to(tl.float64))
+    tl.store(state + RESTS + tl.arange(0, NODES), _real(rest, DOUBLE).to(tl.float64))
+
+
+@triton.jit
+def _at(values, index):
+    """An element of eight."""
+    return tl.sum(tl.where(tl.arange(0, NODES) == index, values, 0.0))
+
+
+@triton.jit
+def _nodes(
+    x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, eps, eps_row, n,
+    state, flags, counts, partials, parts,
+    P: tl.constexpr, MODE: tl.constexpr, WRITE: tl.constexpr, DOUBLE: tl.constexpr, LOW: tl.constexpr, UP: tl.constexpr,
+    SEGMENT: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """The row's sum at eight scales around c, and from them, by the row's last program, the c that it is to be."""
+    index = tl.program_id(0).to(tl.int64) // parts
+    part = tl.program_id(0) % parts
+    if tl.load(flags + index * 4) != STARTED:
+        return
+    ULP: tl.constexpr = 2.0**-52 if DOUBLE else 2.0**-23
+    row = _row(x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, index)
+    state += index * STATE
+    inv = _real(tl.load(state + INV), DOUBLE)
+    real: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    a0 = tl.zeros((CHUNK,), real)
+    a1, a2, a3, a4, a5, a6, a7 = a0, a0, a0, a0, a0, a0, a0
+    if P != INF:
+        first = _real(tl.load(state + FIRST), DOUBLE)
+        k0, k1 = _real(tl.load(state + RESTS), DOUBLE), _real(tl.load(state + RESTS + 1), DOUBLE)
+        k2, k3 = _real(tl.load(state + RESTS + 2), DOUBLE), _real(tl.load(state + RESTS + 3), DOUBLE)
+        k4, k5 = _real(tl.load(state + RESTS + 4), DOUBLE), _real(tl.load(state + RESTS + 5), DOUBLE)
+        k6, k7 = _real(tl.load(state + RESTS + 6), DOUBLE), _real(tl.load(state + RESTS + 7), DOUBLE)
+    for start in tl.range(0, SEGMENT, CHUNK, num_stages=STAGES):
+        cols = part * SEGMENT + start + tl.arange(0, CHUNK)
+        here, along, low, high = _load(row, cols, n, LOW, UP, DOUBLE)
+        here = tl.minimum(tl.maximum(here, low), high)
+        room = tl.where(along < 0, here - low, high - here) * inv
+        if P == INF:
+            a0 = tl.maximum(a0, tl.where(room + 8 * ULP >= 1, tl.abs(along), 0.0))
+        else:
+            size = tl.abs(along) * first
+            a0 += _power(tl.minimum(size * k0, room), P, True)
+            a1 += _power(tl.minimum(size * k1, room), P, True)
+            a2 += _power(tl.minimum(size * k2, room), P, True)
+            a3 += _power(tl.minimum(size * k3, room), P, True)
+            a4 += _power(tl.minimum(size * k4, room), P, True)
+            a5 += _power(tl.minimum(size * k5, room), P, True)
+            a6 += _power(tl.minimum(size * k6, room), P, True)
+            a7 += _power(tl.minimum(size * k7, room), P, True)
+    mine = partials + index * NODES * parts + part
+    if P == INF:
+        tl.store(mine, tl.max(a0).to(tl.float64))
+    else:
+        a0, a1, a2, a3, a4, a5, a6, a7 = tl.reduce((a0, a1, a2, a3, a4, a5, a6, a7), 0, _add8)
+        tl.store(mine, a0.to(tl.float64))
+        tl.store(mine + parts, a1.to(tl.float64))
+        tl.store(mine + 2 * parts, a2.to(tl.float64))
+        tl.store(mine + 3 * parts, a3.to(tl.float64))
+        tl.store(mine + 4 * parts, a4.to(tl.float64))
+        tl.store(mine + 5 * parts, a5.to(tl.float64))
+        tl.store(mine + 6 * parts, a6.to(tl.float64))
+        tl.store(mine + 7 * parts, a7.to(tl.float64))
+    tl.debug_barrier()
+    if tl.atomic_add(counts + index * 4, 1, sem="acq_rel") != parts - 1:
+        return
+
+    # The row's last program.
+    tl.store(counts + index * 4, 0)
+    j = tl.arange(0, NODES)
+    totals = tl.zeros((NODES,), tl.float64)
+    for start in range(0, parts, 256):
+        where = start + tl.arange(0, 256)
+        there = partials + index * NODES * parts + j[:, None] * parts + where[None, :]
+        written = (where < parts)[None, :] & (j < (1 if P == INF else NODES))[:, None]
+        some = tl.load(there, mask=written, other=0.0, cache_modifier=".cg")
+        if P == INF:
+            totals = tl.maximum(totals, tl.max(some, axis=1))
+        else:
+            totals += tl.sum(some, axis=1)
+    e = tl.load(eps + index * eps_row)
+    inv, target = _units(e, P, DOUBLE)
+    share = target * 0 + 1
+    if P == INF:
+        top = tl.max(totals)
+        c = e / tl.where(top > 0, top, 1.0) * inv.to(tl.float64)
+        flag = tl.where(top > 0, FOUND, CARE)
+    else:
+        width = tl.load(state + WIDTH)
+        nodes = first.to(tl.float64) * tl.load(state + RESTS + j)
+        left = tl.sum((totals <= target).to(tl.int32)) - 1
+        inside = (left >= 0) & (left < NODES - 1)
+        left = tl.minimum(tl.maximum(left, 0), NODES - 2)
+        # Linear in c^p between, or beyond, two nodes; and if between, a cubic through four for what they share.
+        y0, y1, t0, t1 = _at(totals, left), _at(totals, left + 1), _at(nodes, left), _at(nodes, left + 1)
+        rises = y1 > y0
+        rise = tl.where(rises, y1 - y0, 1.0)
+        q0, q1 = _power(t0, P, False), _power(t1, P, False)
+        line = _root(tl.maximum(q0 + (target - y0) / rise * (q1 - q0), q0 * 0.1), P)
+        line = tl.minimum(line, 8 * t1)
+        b = tl.minimum(tl.maximum(left - 1, 0), NODES - 4)
+        u0, u1 = _at(totals, b) - target, _at(totals, b + 1) - target
+        u2, u3 = _at(totals, b + 2) - target, _at(totals, b + 3) - target
+        l0 = _at(nodes, b) * (u1 / (u1 - u0)) * (u2 / (u2 - u0)) * (u3 / (u3 - u0))
+        l1 = _at(nodes, b + 1) * (u0 / (u0 - u1)) * (u2 / (u2 - u1)) * (u3 / (u3 - u1))
+        l2 = _at(nodes, b + 2) * (u0 / (u0 - u2)) * (u1 / (u1 - u2)) * (u3 / (u3 - u2))
+        l3 = _at(nodes, b + 3) * (u0 / (u0 - u3)) * (u1 / (u1 - u3)) * (u2 / (u2 - u3))
+        cubic = l0 + l1 + l2 + l3
+        c = tl.where(inside & (cubic >= t0) & (cubic <= t1), cubic, line)
+        share = tl.where(rises, rise / (t1 - t0) * c / (P * target), 1.0)
+        if LAST:
+            flag = tl.where(inside & rises, FOUND, CARE)
+        else:
+            exact = inside & rises & (width <= 0.1)
+            flag = tl.where(exact, FOUND, tl.where(rises, STARTED, CARE))
+            if flag == STARTED:
+                _aim(state, c, tl.where(inside, width * 0.04, width), DOUBLE)
+        flag = tl.where((c > 0) & (c < 1e30), flag, CARE)
+    K = c / inv.to(tl.float64)
+    if MODE == 1:
+        K = tl.minimum(K, 1.0)
+    elif MODE == 2:
+        K = tl.maximum(K, 1.0)
+    tl.store(state + SCALE, c)
+    tl.store(state + SHARE, tl.maximum(share, 1e-4))
+    tl.store(state + KEPT, K)
+    tl.store(flags + index * 4, flag)
+    if flag == FOUND:
+        _set(state, K, c, WRITE, DOUBLE)
+
+
+@triton.jit
+def _set(state, K, c, WRITE: tl.constexpr, DOUBLE: tl.constexpr):
+    """What `_write` is to multiply with."""
+    first, rest = _split(K if WRITE else c, DOUBLE)
+    tl.store(state + FIRST, first.to(tl.float64))
+    tl.store(state + REST, rest.to(tl.float64))
+
+
+@triton.jit
+def _write(
+    x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, eps, eps_row, n,
+    v, eta, status, state, flags, counts, partials, parts,
+    P: tl.constexpr, MODE: tl.constexpr, WRITE: tl.constexpr, DOUBLE: tl.constexpr, HALF: tl.constexpr,
+    LOW: tl.constexpr, UP: tl.constexpr, SEGMENT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The array, and whether its norm is right: if so the row is DONE, and if not it has a better scale. Without an
+    array, a step of Newton's from c instead."""
+    index = tl.program_id(0).to(tl.int64) // parts
+    part = tl.program_id(0) % parts
+    if tl.load(flags + index * 4) != FOUND:
+        return
+    DTYPE: tl.constexpr = v.dtype.element_ty
+    CLOSE: tl.constexpr = 4e-15 if DOUBLE else 2.5e-7
+    AT_MOST: tl.constexpr = MODE == 1
+    real: tl.constexpr = tl.float64 if DOUBLE or AT_MOST else tl.float32
+    row = _row(x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, index)
+    state += index * STATE
+    inv = _real(tl.load(state + INV), DOUBLE)
+    first, rest = _real(tl.load(state + FIRST), DOUBLE), _real(tl.load(state + REST), DOUBLE)
+    one = tl.zeros((CHUNK,), real)
+    two = tl.zeros((CHUNK,), real)
+    for start in range(0, SEGMENT, CHUNK):
+        cols = part * SEGMENT + start + tl.arange(0, CHUNK)
+        elements = _load(row, cols, n, LOW, UP, DOUBLE)
+        here, along, low, high = elements
+        # NaN where anything makes no sense.
+        ordered = (low <= high) & (low < INF) & (high > -INF)
+        wrong = (here - here) + (along - along) + tl.where(ordered, 0.0, float("nan"))
+        if WRITE:
+            kept = _moved(elements, first, rest, False, DTYPE)
+            tl.store(v + index * n + cols, kept, mask=cols < n)
+            inner = tl.minimum(tl.maximum(here, low), high)
+            if AT_MOST:
+                move = tl.abs(kept.to(tl.float64) - inner.to(tl.float64)) * inv
+            else:
+                move = tl.abs(_real(kept, DOUBLE) - inner) * inv
+            if P == INF:
+                one = tl.maximum(one, tl.where(wrong == 0, move, INF))
+            else:
+                one += _power(move, P, False) + wrong
+        else:
+            room = tl.minimum(_room(here, along, low, high) * inv, 1 + 2.0**-10)
+            z = (tl.abs(along) * first) * rest
+            power = _power(tl.minimum(z, room), 1 if P == INF else P, False)
+            one += tl.where(z >= room, 0.0, power) + wrong
+            two += tl.where(z >= room, power, 0.0)
+    mine = partials + index * NODES * parts + part
+    if WRITE and P == INF:
+        tl.store(mine, tl.max(one).to(tl.float64))
+    else:
+        one, two = tl.reduce((one, two), 0, _add)
+        tl.store(mine, one.to(tl.float64))
+        tl.store(mine + parts, two.to(tl.float64))
+    tl.debug_barrier()
+    if tl.atomic_add(counts + index * 4, 1, sem="acq_rel") != parts - 1:
+        return
+
+    tl.store(counts + index * 4, 0)
+    totals = tl.zeros((256,), tl.float64)
+    others = tl.zeros((256,), tl.float64)
+    for start in range(0, parts, 256):
+        where = start + tl.arange(0, 256)
+        there = partials + index * NODES * parts + where
+        some = tl.load(there, mask=where < parts, other=0.0, cache_modifier=".cg")
+        if WRITE and P == INF:
+            totals = tl.maximum(totals, some)
+        else:
+            totals += some
+            if not WRITE:
+                others += tl.load(there + parts, mask=where < parts, other=0.0, cache_modifier=".cg")
+    c, K = tl.load(state + SCALE), tl.load(state + KEPT)
+    inv, target = _units(tl.load(eps + index * eps_row), P, DOUBLE)
+    free = c / inv.to(tl.float64)  # the scale without regard to the mode
+    held = (free > 1) if AT_MOST else ((free < 1) if MODE == 2 else free < 0)
+    if WRITE:
+        total = tl.max(totals) if P == INF else tl.sum(totals)
+        norm = _root(total, P) / _root(target, P)
+        aim = target * 0 + 1 - CLOSE if AT_MOST else target * 0 + 1
+        if AT_MOST:
+            right = (norm + SLACK <= 1) & (held | (norm + 2 * CLOSE >= 1))
+        else:
+            right = (tl.abs(norm - 1) <= CLOSE) | (held & (norm < INF))
+        found = free if HALF else K
+        found = tl.where(held, 1.0, found)
+        K *= 1 + tl.minimum(tl.maximum((aim / norm - 1) / tl.load(state + SHARE), -0.5), 0.5)
+        tl.store(state + KEPT, K)
+    else:
+        U, C = tl.sum(totals), tl.sum(others)
+        fine = (C < target) & (U > 0)
+        root = c if P == INF else c * _root(tl.where(fine, (target - C) / tl.where(fine, U, 1.0), 1.0), P)
+        right = fine & (tl.abs(root - c) <= (1e-13 if DOUBLE else 1e-5) * c)
+        if P == INF:
+            right = U < INF
+        found = root / inv.to(tl.float64)
+        if AT_MOST:
+            found = tl.minimum(found, 1.0)
+        elif MODE == 2:
+            found = tl.maximum(found, 1.0)
+        if MODE == 0:
+            held = found < 0
+        else:
+            held = found == 1.0
+        c = root
+        tl.store(state + SCALE, c)
+    if right:
+        tl.store(eta + index, found)
+        tl.store(status + index, tl.where(held, HELD, REGULAR).to(tl.int64))
+        tl.store(flags + index * 4, DONE)
+    else:
+        _set(state, K, c, WRITE, DOUBLE)
+
+
+# --- derivatives ------------------------------------------------------------------------------------------------------
+
+TOP = tl.constexpr(0)  # the largest |delta| that counts
+LENGTH = tl.constexpr(1)  # the sum of (k*|delta|)^p over what counts
+SLOPES = tl.constexpr(2)  # D, or for p = inf how many elements are active, and the sum of g*delta
+
+
+@triton.jit
+def _weights(elements, of_eta, of_ratio, inv, code, top, P: tl.constexpr, ULP: tl.constexpr):
+    """`_math.partials`: what is free, what follows x, and sign*w (for p = inf: of the active, sign)."""
+    x, delta, lower, upper = elements
+    size, still = tl.abs(delta), delta == 0
+    sign = tl.where(delta < 0, -1.0, tl.where(still, 0.0, 1.0)).to(delta.dtype)
+    s = tl.maximum(tl.where(delta < 0, x - lower, upper - x), 0.0)
+    at_zero, unreachable = code == AT_ZERO, code == UNREACHABLE
+    free = still | (((size * of_eta[0]) * of_eta[1] <= s + s * (4 * ULP)) & (s > 0) & ~unreachable)
+    if P == INF:
+        active = _able(s, inv, at_zero, ULP) & (size == top) & ~still & ~unreachable
+        free = free | active
+        w = tl.where(active, sign, 0.0)
+    elif P == 1:
+        w = sign
+    else:
+        base = tl.where(free, (size * of_ratio[0]) * of_ratio[1], tl.where(at_zero, 0.0, s * inv))
+        positive = (base > 0) & ~still
+        w = sign * tl.where(positive, _power(tl.where(positive, base, 1.0), P - 1, False), 0.0)
+    return free, free | at_zero, w
+
+
+@triton.jit
+def _able(s, inv, at_zero, ULP: tl.constexpr):
+    return (s * inv + 8 * ULP >= 1) | (at_zero & (s > 0))
+
+
+@triton.jit
+def _pull_tile(elements, g, of_eta, of_ratio, inv, code, top, P: tl.constexpr, WHAT: tl.constexpr, ULP: tl.constexpr):
+    x, delta, lower, upper = elements
+    size = tl.abs(delta)
+    if WHAT == SLOPES:
+        free, _, w = _weights(elements, of_eta, of_ratio, inv, code, top, P, ULP)
+        wide = delta.to(tl.float64)
+        one = tl.where(free, tl.abs(w).to(tl.float64) if P == INF else w.to(tl.float64) * wide, 0.0)
+        two = tl.where(free, g.to(tl.float64) * wide, 0.0)
+    else:
+        s = tl.maximum(tl.where(delta < 0, x - lower, upper - x), 0.0)
+        at_zero = code == AT_ZERO
+        counts = _able(s, inv, at_zero, ULP) if P == INF else (s > 0)
+        size = tl.where(counts, size, 0.0)
+        one = (
+            size.to(tl.float64) if WHAT == TOP else _power((size * of_ratio[0]) * of_ratio[1], P, False).to(tl.float64)
+        )
+        two = one
+    return one, two
+
+
+@triton.jit
+def _pull_pass(
+    held, g_held, row, g, g_col, n, of_eta, of_ratio, inv, code, top,
+    P: tl.constexpr, WHAT: tl.constexpr, DOUBLE: tl.constexpr, LOW: tl.constexpr, UP: tl.constexpr,
+    BLOCK: tl.constexpr, HOLDS: tl.constexpr,
+):  # fmt: skip
+    ULP: tl.constexpr = 2.0**-52 if DOUBLE else 2.0**-23
+    if HOLDS:
+        one, two = _pull_tile(held, g_held, of_eta, of_ratio, inv, code, top, P, WHAT, ULP)
+    else:
+        one = tl.zeros((BLOCK,), tl.float64)
+        two = tl.zeros((BLOCK,), tl.float64)
+        for start in range(0, n, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            elements = _load(row, cols, n, LOW, UP, DOUBLE)
+            above = _real(tl.load(g + cols.to(tl.int64) * g_col, mask=cols < n, other=0.0), DOUBLE)
+            more, other = _pull_tile(elements, above, of_eta, of_ratio, inv, code, top, P, WHAT, ULP)
+            if WHAT == TOP:
+                one = tl.maximum(one, more)
+            else:
+                one, two = one + more, two + other
+    if WHAT == TOP:
+        one, two = tl.reduce((one, two), 0, _most)
+    else:
+        one, two = tl.reduce((one, two), 0, _add)
+    return one, two
+
+
+@triton.jit
+def _pull_store(
+    elements, g, x_bar, delta_bar, c_bar, cols, n, of_eta, of_ratio, inv, code, top, lam, scale, eta,
+    P: tl.constexpr, X_BAR: tl.constexpr, DELTA_BAR: tl.constexpr, C_BAR: tl.constexpr, DOUBLE: tl.constexpr,
+):  # fmt: skip
+    """`_math.vjp`. Rows that have no eta have no derivatives."""
+    ULP: tl.constexpr = 2.0**-52 if DOUBLE else 2.0**-23
+    free, follows, w = _weights(elements, of_eta, of_ratio, inv, code, top, P, ULP)
+    pull = _real(lam, DOUBLE) * (w * _real(scale, DOUBLE))
+    lost = eta != eta
+    nan = float("nan")
+    if X_BAR:
+        bar = tl.where(lost, nan, tl.where(follows, g, pull))
+        tl.store(x_bar + cols, bar.to(x_bar.dtype.element_ty), mask=cols < n)
+    if DELTA_BAR:
+        factor = _real(tl.where(code == UNREACHABLE, 0.0, eta), DOUBLE)
+        bar = tl.where(lost, nan, tl.where(free, factor * (g - pull), 0.0))
+        tl.store(delta_bar + cols, bar.to(delta_bar.dtype.element_ty), mask=cols < n)
+    if C_BAR:
+        bar = tl.where(lost, nan, tl.where(follows, 0.0, g - pull))
+        tl.store(c_bar + cols, bar.to(c_bar.dtype.element_ty), mask=cols < n)
+
+
+@triton.jit
+def _pull_scalars(eps, eps_row, eta, status, index, DOUBLE: tl.constexpr):
+    e, k, code = tl.load(eps + index * eps_row), tl.load(eta + index), tl.load(status + index)
+    regular = code == REGULAR
+    some = tl.where(k == k, k, 0.0)
+    inv = tl.where(regular, 1 / tl.where(regular & (e > 0), e, 1.0), 0.0)
+    if not DOUBLE:
+        inv = tl.minimum(inv, 1e36)
+    return k, code, _split(some, DOUBLE), _split(some * inv, DOUBLE), _real(inv, DOUBLE)
+
+
+@triton.jit
+def _pull_rows(
+    x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, eps, eps_row, n,
+    eta, status, g, g_row, g_col, h, x_bar, delta_bar, c_bar, eps_bar,
+    P: tl.constexpr, X_BAR: tl.constexpr, DELTA_BAR: tl.constexpr, C_BAR: tl.constexpr, H: tl.constexpr,
+    DOUBLE: tl.constexpr, LOW: tl.constexpr, UP: tl.constexpr, BLOCK: tl.constexpr, HOLDS: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a row by one program; of rows that it cannot hold, those alone that `_pull_write` leaves out."""
+    index = tl.program_id(0).to(tl.int64)
+    k, code, of_eta, of_ratio, inv = _pull_scalars(eps, eps_row, eta, status, index, DOUBLE)
+    if not HOLDS and P != INF:
+        if code != AT_ZERO:
+            return
+    row = _row(x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, index)
+    g += index * g_row
+    cols = tl.arange(0, BLOCK)
+    held = _load(row, cols, n, LOW, UP, DOUBLE)
+    g_held = _real(tl.load(g + cols.to(tl.int64) * g_col, mask=cols < n, other=0.0), DOUBLE)
+    top = _real(k * 0, DOUBLE)
+    if P == INF or code == AT_ZERO:
+        wide_top, _ = _pull_pass(
+            held, g_held, row, g, g_col, n, of_eta, of_ratio, inv, code, top,
+            P, TOP, DOUBLE, LOW, UP, BLOCK, HOLDS,
+        )  # fmt: skip
+        top = _real(wide_top, DOUBLE)
+        if P != INF:
+            # At eps = 0 the weights are those of the limit.
+            down = 1 / tl.where(wide_top > 0, wide_top, 1.0)
+            length, _ = _pull_pass(
+                held, g_held, row, g, g_col, n, of_eta, _split(down, DOUBLE), inv, code, top,
+                P, LENGTH, DOUBLE, LOW, UP, BLOCK, HOLDS,
+            )  # fmt: skip
+            of_ratio = _split(tl.where(length > 0, down / _root(tl.where(length > 0, length, 1.0), P), 0.0), DOUBLE)
+    D, S = _pull_pass(
+        held, g_held, row, g, g_col, n, of_eta, of_ratio, inv, code, top, P, SLOPES, DOUBLE, LOW, UP, BLOCK, HOLDS
+    )
+    if H:
+        S += tl.load(h + index)
+    scale = 1 / tl.where(D > 0, D, 1.0) if P == INF else D * 0 + 1
+    D = tl.where(D > 0, top.to(tl.float64), 0.0) if P == INF else D
+    moves = ((code == REGULAR) | (code == AT_ZERO)) & (D > 0)
+    lam = tl.where(moves, S / tl.where(moves, D, 1.0), 0.0)
+    tl.store(eps_bar + index, tl.where(k == k, lam, float("nan")))
+    if HOLDS:
+        _pull_store(
+            held, g_held, x_bar + index * n, delta_bar + index * n, c_bar + index * n, cols, n,
+            of_eta, of_ratio, inv, code, top, lam, scale, k, P, X_BAR, DELTA_BAR, C_BAR, DOUBLE,
+        )  # fmt: skip
+    else:
+        for start in range(0, n, BLOCK):
+            here = start + cols
+            above = _real(tl.load(g + here.to(tl.int64) * g_col, mask=here < n, other=0.0), DOUBLE)
+            _pull_store(
+                _load(row, here, n, LOW, UP, DOUBLE), above, x_bar + index * n, delta_bar + index * n,
+                c_bar + index * n, here, n, of_eta, of_ratio, inv, code, top, lam, scale, k,
+                P, X_BAR, DELTA_BAR, C_BAR, DOUBLE,
+            )  # fmt: skip
+
+
+@triton.jit
+def _pull_sums(
+    x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, eps, eps_row, n,
+    eta, status, g, g_row, g_col, h, eps_bar, counts, partials, parts,
+    P: tl.constexpr, H: tl.constexpr, DOUBLE: tl.constexpr, LOW: tl.constexpr, UP: tl.constexpr,
+    SEGMENT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """eps_bar of long rows."""
+    index = tl.program_id(0).to(tl.int64) // parts
+    part = tl.program_id(0) % parts
+    ULP: tl.constexpr = 2.0**-52 if DOUBLE else 2.0**-23
+    k, code, of_eta, of_ratio, inv = _pull_scalars(eps, eps_row, eta, status, index, DOUBLE)
+    if code != REGULAR:
+        if part == 0:
+            tl.store(eps_bar + index, 0.0)
+        return
+    row = _row(x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, index)
+    one = tl.zeros((CHUNK,), tl.float64)
+    two = tl.zeros((CHUNK,), tl.float64)
+    for start in range(0, SEGMENT, CHUNK):
+        cols = part * SEGMENT + start + tl.arange(0, CHUNK)
+        elements = _load(row, cols, n, LOW, UP, DOUBLE)
+        above = _real(tl.load(g + index * g_row + cols.to(tl.int64) * g_col, mask=cols < n, other=0.0), DOUBLE)
+        more, other = _pull_tile(elements, above, of_eta, of_ratio, inv, code, inv, P, SLOPES, ULP)
+        one, two = one + more, two + other
+    one, two = tl.reduce((one, two), 0, _add)
+    mine = partials + index * 2 * parts + part
+    tl.store(mine, one)
+    tl.store(mine + parts, two)
+    tl.debug_barrier()
+    if tl.atomic_add(counts + index * 4, 1, sem="acq_rel") != parts - 1:
+        return
+    one = tl.zeros((256,), tl.float64)
+    two = tl.zeros((256,), tl.float64)
+    for start in range(0, parts, 256):
+        where = start + tl.arange(0, 256)
+        there = partials + index * 2 * parts + where
+        one += tl.load(there, mask=where < parts, other=0.0, cache_modifier=".cg")
+        two += tl.load(there + parts, mask=where < parts, other=0.0, cache_modifier=".cg")
+    D, S = tl.sum(one), tl.sum(two)
+    if H:
+        S += tl.load(h + index)
+    lam = tl.where(D > 0, S / tl.where(D > 0, D, 1.0), 0.0)
+    tl.store(eps_bar + index, tl.where(k == k, lam, float("nan")))
+
+
+@triton.jit
+def _pull_write(
+    x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, eps, eps_row, n,
+    eta, status, g, g_row, g_col, x_bar, delta_bar, c_bar, eps_bar, parts,
+    P: tl.constexpr, X_BAR: tl.constexpr, DELTA_BAR: tl.constexpr, C_BAR: tl.constexpr,
+    DOUBLE: tl.constexpr, LOW: tl.constexpr, UP: tl.constexpr, SEGMENT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The other gradients of long rows."""
+    index = tl.program_id(0).to(tl.int64) // parts
+    part = tl.program_id(0) % parts
+    k, code, of_eta, of_ratio, inv = _pull_scalars(eps, eps_row, eta, status, index, DOUBLE)
+    if code == AT_ZERO:
+        return
+    row = _row(x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, index)
+    lam = tl.load(eps_bar + index)
+    for start in range(0, SEGMENT, CHUNK):
+        cols = part * SEGMENT + start + tl.arange(0, CHUNK)
+        above = _real(tl.load(g + index * g_row + cols.to(tl.int64) * g_col, mask=cols < n, other=0.0), DOUBLE)
+        _pull_store(
+            _load(row, cols, n, LOW, UP, DOUBLE), above, x_bar + index * n, delta_bar + index * n, c_bar + index * n,
+            cols, n, of_eta, of_ratio, inv, code, inv, lam, lam * 0 + 1, k, P, X_BAR, DELTA_BAR, C_BAR, DOUBLE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _reach_rows(
+    x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, n, found,
+    P: tl.constexpr, DOUBLE: tl.constexpr, LOW: tl.constexpr, UP: tl.constexpr,
+    BLOCK: tl.constexpr, HOLDS: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64)
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    row = _row(x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, index)
+    held = _load(row, tl.arange(0, BLOCK), n, LOW, UP, DOUBLE)
+    none = tl.load(row[0]).to(tl.float64) * 0
+    inv = _real(none, DOUBLE)
+    top, _ = _pass(held, row, n, none, inv, False, P, LOOK, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
+    largest, _ = _pass(held, row, n, none, inv, False, P, ROOM, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
+    reached = largest
+    if P != INF:
+        if (largest > 0) & (largest < INF):
+            total, _ = _pass(held, row, n, 1 / largest, inv, False, P, FILLED, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
+            reached = _root(total, P) * largest
+    tl.store(found + index, tl.where(top < INF, reached, float("nan")))
+
+
+# --- launches ---------------------------------------------------------------------------------------------------------
+
+
+def _lines(a: Array) -> Array:
+    """With the elements of a row next to each other."""
+    return a if a.shape[1] == 1 or a.stride(1) == 1 else a.contiguous()
+
+
+def _rows_of(a: Array) -> int:
+    """From row to row: nothing, if there is one for all."""
+    return 0 if a.shape[0] == 1 else a.stride(0)
+
+
+def _problem(x: Array, delta: Array, eps: Array, lower: Array, upper: Array, *rest: Any) -> tuple[Any, ...]:
+    """What every kernel takes first, what of it is constant, and a key for the code."""
+    lines = [_lines(a) for a in (x, delta, lower, upper)]
+    steps = *(_rows_of(a) for a in (*lines, eps)), x.shape[1]
+    kinds = {"DOUBLE": x.dtype == torch.float64, "LOW": lower.shape[1] != 1, "UP": upper.shape[1] != 1}
+    return (*lines, *steps[:4], eps, *steps[4:]), kinds, _key(lines, eps, steps, *rest)
+
+
+def _block(n: int, kinds: dict[str, Any]) -> dict[str, Any]:
+    """How one program goes through a row: with so few registers that several of them share a processor."""
+    size = triton.next_power_of_2(n) if n <= LONGEST else STREAM
+    warps = min(max(size // 1024, 1), 16)
+    fewer = {} if INTERPRETED or kinds["DOUBLE"] or n > LONGEST else {"maxnreg": 128}
+    return {"BLOCK": max(size, 16), "HOLDS": n <= LONGEST, "num_warps": warps, **fewer}
+
+
+# How a program goes through its part of a long row, and how far ahead it loads.
+AT_NODES = {"SEGMENT": 8192, "CHUNK": 512, "STAGES": 4, "num_warps": 4}
+IN_WRITE = {"SEGMENT": 4096, "CHUNK": 1024, "num_warps": 4}
+
+
+_compiled: dict[Any, Any] = {}
+
+
+def _launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], key: Any) -> None:
+    """Run a kernel. Which code that takes is kept under `key`: to find out costs Triton far more than the launch."""
+    known = _compiled.get((kernel, key))
+    if known is not None:
+        code, values = known
+        code[(programs, 1, 1)](*arguments, *values)
+        return
+    code = kernel[(programs,)](*arguments, **constants)
+    if not INTERPRETED:
+        _compiled[kernel, key] = code, [constants[name] for name in kernel.arg_names[len(arguments) :]]
+
+
+def _key(lines: list[Array], eps: Array, steps: tuple[int, ...], *rest: Any) -> Any:
+    """All that code depends on: dtypes, lengths, and what lies at a multiple of 16 bytes, as all of our own does."""
+    where = 0
+    for a in (*lines, eps):
+        where = where << 1 | (a.data_ptr() & 15 == 0)
+    return lines[0].dtype, lines[0].device, lines[2].shape[1], lines[3].shape[1], where, steps, *rest
+
+
+def _on_device(function: Any) -> Any:
+    """Kernels run on the current device, which need not be that of the arrays."""
+
+    @functools.wraps(function)
+    def called(x: Array, *rest: Any) -> Any:
+        if INTERPRETED or x.device.index == torch.cuda.current_device():
+            return function(x, *rest)
+        with torch.cuda.device(x.device):
+            return function(x, *rest)
+
+    return called
+
+
+@_on_device
+def solve(
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, mode: str, write: bool
+) -> tuple[Array, Array, Array]:
+    """v (empty unless `write`), eta and status."""
+    rows, n = x.shape
+    v = torch.empty((rows, n) if write else 0, dtype=x.dtype, device=x.device)
+    eta = torch.empty((rows, 1), dtype=torch.float64, device=x.device)
+    status = torch.empty((rows, 1), dtype=torch.int64, device=x.device)
+    if not rows * n:
+        return v, eta.zero_(), status.fill_(_math.ZERO)
+    given, kinds, key = _problem(x, delta, eps, lower, upper, p, mode, write)
+    options = {"P": p, "MODE": MODES[mode], "WRITE": write, **kinds}
+    half = {"HALF": x.dtype.itemsize == 2}
+    flags = status
+    if n > LONGEST:
+        parts, pieces = (-(-n // shape["SEGMENT"]) for shape in (AT_NODES, IN_WRITE))
+        state = torch.empty((rows, STATE.value), dtype=torch.float64, device=x.device)
+        flags, counts = torch.empty((2, rows, 4), dtype=torch.int32, device=x.device)  # each aligned as the code is for
+        partials = torch.empty((rows, NODES.value, max(parts, pieces)), dtype=torch.float64, device=x.device)
+        shared = state, flags, counts, partials
+        sample = {"SIZE": SAMPLE, "RUN": SAMPLE_RUN, "num_warps": SAMPLE // 1024}
+        _launch(_start, rows, (*given, *shared[:3]), {"P": p, **kinds, **sample}, key)
+        for last in (False, True):
+            found = {**options, **AT_NODES, "LAST": last}
+            _launch(_nodes, rows * parts, (*given, *shared, parts), found, (last, key))
+        for _ in range(2):
+            arguments = *given, v, eta, status, *shared, pieces
+            _launch(_write, rows * pieces, arguments, {**options, **half, **IN_WRITE}, key)
+    _launch(_solve_rows, rows, (*given, v, eta, status, flags), {**options, **half, **_block(n, kinds)}, key)
+    return v, eta, status
+
+
+@_on_device
+def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float) -> Array:
+    rows, n = x.shape
+    found = torch.zeros((rows, 1), dtype=torch.float64, device=x.device)
+    if rows * n:
+        given, kinds, key = _problem(x, delta, found, lower, upper, p)
+        _launch(_reach_rows, rows, (*given[:8], n, found), {"P": p, **kinds, **_block(n, kinds)}, key)
+    return found
+
+
+@_on_device
+def vjp(
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float,
+    eta: Array, status: Array, g: Array, h: Array | None, needs: tuple[bool, ...],
+) -> list[Array]:  # fmt: skip
+    """Gradients of x, delta, eps, and of the bound that delta points to; those of them that are needed."""
+    rows, n = x.shape
+    eps_bar = torch.zeros((rows, 1), dtype=torch.float64, device=x.device)
+    bars = [torch.empty((rows, n), dtype=x.dtype, device=x.device) if need else eps_bar for need in needs]
+    if rows * n:
+        g_steps = _rows_of(g), 0 if g.shape[1] == 1 else g.stride(1)
+        some_h = eps_bar if h is None else h.contiguous()
+        further = p, needs, g_steps, g.dtype, g.data_ptr() & 15 == 0, h is None
+        given, kinds, key = _problem(x, delta, eps, lower, upper, *further)
+        given = *given, eta, status, g, *g_steps
+        wanted = dict(zip(("X_BAR", "DELTA_BAR", "C_BAR"), needs, strict=True))
+        kinds = {"P": p, **kinds}
+        if n > LONGEST and p < math.inf:
+            parts = -(-n // IN_WRITE["SEGMENT"])
+            counts = torch.zeros((rows, 4), dtype=torch.int32, device=x.device)
+            partials = torch.empty((rows, 2, parts), dtype=torch.float64, device=x.device)
+            sums = *given, some_h, eps_bar, counts, partials, parts
+            _launch(_pull_sums, rows * parts, sums, {"H": h is not None, **kinds, **IN_WRITE}, key)
+            _launch(_pull_write, rows * parts, (*given, *bars, eps_bar, parts), {**wanted, **kinds, **IN_WRITE}, key)
+        alone = {"H": h is not None, **wanted, **kinds, **_block(n, kinds)}
+        _launch(_pull_rows, rows, (*given, some_h, *bars, eps_bar), alone, key)
+    return [*bars[:2], eps_bar, bars[2]]

@@ -1,0 +1,183 @@
+"""The GPU's kernels: on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1, without TensorFlow in the process)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import clipaware as ca
+from clipaware.reference import directions, norm64
+from conftest import BACKENDS, GPU, NUMPY_DTYPES
+
+kernels = pytest.importorskip("clipaware._kernels.triton", reason="Triton is not installed", exc_type=ImportError)
+pytestmark = pytest.mark.cuda
+
+ORDERS = [1, 1.5, 2, 3, 10, math.inf]
+ROW = 300
+
+
+@pytest.fixture(params=["short", "long"])
+def gpu(request, monkeypatch):
+    """The kernels, which hold a row of 300, or which do not and share it."""
+    backend = BACKENDS["cuda"]
+    request.getfixturevalue("on_gpu")
+    monkeypatch.setattr(kernels, "_compiled", {})
+    if request.param == "long":
+        for name, size in (("LONGEST", 64), ("STREAM", 64), ("SAMPLE", 128), ("SAMPLE_RUN", 16)):
+            monkeypatch.setattr(kernels, name, size)
+        monkeypatch.setattr(kernels, "AT_NODES", {**kernels.AT_NODES, "SEGMENT": 64, "CHUNK": 32})
+        monkeypatch.setattr(kernels, "IN_WRITE", {**kernels.IN_WRITE, "SEGMENT": 64, "CHUNK": 64})
+    # What a kernel does not write is not what it was before by chance.
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: _poisoned(empty(*a, **k)))
+    return backend
+
+
+def _poisoned(a):
+    return a.fill_(math.nan) if a.dtype.is_floating_point else a.fill_(-77)
+
+
+def problem(kind="gaussian", rows=5, dtype="float64", seed=0):
+    rng = np.random.default_rng(seed)
+    x, delta = rng.random((rows, ROW)), directions(kind, rows, ROW, seed)
+    return x.astype(NUMPY_DTYPES[dtype]).astype(float), delta.astype(NUMPY_DTYPES[dtype]).astype(float)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "cauchy", "tied"])
+@pytest.mark.parametrize("p", ORDERS)
+def test_values(gpu, p, kind):
+    """As NumPy's backend finds them in float64, which the reference is the oracle of."""
+    x, delta = problem(kind)
+    reach = ca.reach(x, delta, p=p)[:, 0]
+    np.testing.assert_allclose(gpu.reach(x, delta, p=p)[:, 0], reach, rtol=1e-14)
+    eps = reach * np.array([0.02, 0.3, 0.7, 0.99, 1.5])
+    np.testing.assert_allclose(gpu.perturb(x, delta, eps, p=p), ca.perturb(x, delta, eps, p=p), rtol=0, atol=1e-13)
+    np.testing.assert_allclose(gpu.rescale(x, delta, eps, p=p), ca.rescale(x, delta, eps, p=p), rtol=1e-11)
+    v = gpu.perturb(x, delta, eps, p=p, dtype="float32")
+    x = x.astype(np.float32)
+    step = np.spacing(np.float32(1)) / 2 * (ROW ** (1 / p) if kind == "tied" else 1) / eps
+    if p <= 2 or kind == "gaussian":
+        assert (np.abs(norm64(v, x, p) / np.minimum(eps, reach) - 1) <= 4e-7 + step).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("mode", ["equal", "at_most", "at_least"])
+@pytest.mark.parametrize("p", [1, 2, 2.5, math.inf])
+def test_modes(gpu, p, mode, dtype):
+    x, delta = problem(dtype=dtype, seed=1)
+    delta *= 0.25
+    plain = norm64(np.clip(x + delta, 0, 1).astype(NUMPY_DTYPES[dtype]).astype(float), x, p)
+    eps = plain * np.array([0.5, 0.9, 1.0, 1.02, 1.1])
+    v = gpu.perturb(x, delta, eps, p=p, mode=mode, dtype=dtype)
+    expected = {"equal": eps, "at_most": np.minimum(eps, plain), "at_least": np.maximum(eps, plain)}[mode]
+    coarse = {"float16": 2e-3, "bfloat16": 2e-2}.get(dtype, 4e-7)
+    np.testing.assert_allclose(norm64(v.astype(float), x, p), expected, rtol=coarse)
+    if mode == "at_most":
+        assert (norm64(v.astype(float), x, p) <= eps).all()
+
+
+@pytest.mark.parametrize("p", ORDERS)
+def test_gradients(gpu, p):
+    """Also of rows that are out of reach, held, at eps = 0 and without a direction."""
+    x, delta = problem(rows=6)
+    delta[5] = 0
+    delta[0, :7] = 0
+    reach = ca.reach(x, delta, p=p)[:, 0]
+    eps = np.array([0.3, 0.8, 0.95, 2.0, 0.0, 0.0]) * reach
+    eps[5] = 1.0
+    g = np.random.default_rng(2).standard_normal(x.shape)
+    for lower, upper in ((np.zeros(()), np.ones(())), (np.full(ROW, -0.1), np.full((6, 1), 1.05))):
+        expected = ca.perturb_vjp(x, delta, eps, g, bounds=(lower, upper), p=p)
+        found = gpu.gradients(x, delta, eps, lower, upper, g, p=p)
+        for bar, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(bar, other, rtol=1e-9, atol=1e-11)
+
+
+def test_gradient_of_the_scale(gpu):
+    x, delta = problem()
+    eps = ca.reach(x, delta)[:, 0] * 0.6
+    bars = []
+    for device in ("cpu", GPU):
+        inputs = [torch.tensor(a, device=device, requires_grad=True) for a in (x, delta, eps)]
+        with pytest.MonkeyPatch.context() as patch:
+            if device == "cpu" and GPU == "cpu":
+                patch.undo()
+            ca.rescale(*inputs).sum().backward()
+        bars.append([a.grad.cpu().numpy() for a in inputs])
+    for bar, other in zip(*bars, strict=True):
+        np.testing.assert_allclose(bar, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("p", [1, 2, math.inf])
+def test_rows_that_make_no_sense(gpu, p):
+    """They are NaN, and the others right."""
+    x, delta = problem(rows=8)
+    eps = ca.reach(x, delta, p=p)[:, 0] * 0.5
+    expected = ca.perturb(x, delta, eps, p=p)
+    lower = np.zeros((8, ROW))
+    x[0, 3], x[1, 299], delta[2, 100], delta[3, 0] = math.nan, math.inf, math.nan, -math.inf
+    eps[4], eps[5], lower[6, 9] = math.nan, -1.0, 2.0
+    lower_on = gpu.array(lower, "float64")
+    v = gpu.numpy(
+        ca.perturb(
+            gpu.array(x, "float64"), gpu.array(delta, "float64"), gpu.array(eps, "float64"), p=p, bounds=(lower_on, 1)
+        )
+    )
+    assert np.isnan(v[:7]).all()
+    np.testing.assert_allclose(v[7], expected[7], atol=1e-13)
+
+
+@pytest.mark.parametrize("scale", [1e-35, 1e-20, 1e20, 1e35])
+def test_scales(gpu, scale):
+    x, delta = problem(dtype="float32")
+    reach = ca.reach(x, delta)[:, 0]
+    eps = reach * np.array([0.02, 0.3, 0.7, 0.99, 0.5])
+    v = gpu.perturb(x, delta * scale, eps, dtype="float32")
+    assert (np.abs(norm64(v, x.astype(np.float32), 2) / eps - 1) <= 4e-7 + 2.0**-24 / eps).all()
+
+
+def test_misleading_rows(gpu):
+    """Geometric breakpoints, one huge element, all but one clipped, and what a sample does not see."""
+    x = np.full((4, ROW), 0.5)
+    delta = np.ones((4, ROW))
+    delta[0] = 10.0 ** -np.linspace(0, 30, ROW)
+    delta[1, 17] = 1e12
+    delta[2] = 1e9
+    delta[2, 250] = 1e-9
+    delta[3] = 1e-6
+    delta[3, 20:30] = 1.0
+    reach = ca.reach(x, delta)[:, 0]
+    for share in (0.1, 0.9, 0.999):
+        v = gpu.perturb(x, delta, reach * share)
+        np.testing.assert_allclose(norm64(v, x, 2), reach * share, rtol=2e-14)
+
+
+def test_layouts(gpu):
+    """Transposed and sliced input, and a gradient that is broadcast."""
+    x, delta = problem()
+    eps = ca.reach(x, delta)[:, 0] * 0.4
+    expected = ca.perturb(x, delta, eps)
+    xt, dt = (gpu.array(np.ascontiguousarray(a.T), "float64").T for a in (x, delta))
+    np.testing.assert_allclose(gpu.numpy(ca.perturb(xt, dt, eps)), expected, atol=1e-13)
+    wide = gpu.array(np.concatenate([x, x, x], axis=1), "float64")[:, ROW : 2 * ROW]
+    leaf = gpu.array(delta, "float64").requires_grad_()
+    v = ca.perturb(wide, leaf, eps)
+    np.testing.assert_allclose(gpu.numpy(v), expected, atol=1e-13)
+    v.sum().backward()
+    np.testing.assert_allclose(
+        gpu.numpy(leaf.grad), ca.perturb_vjp(x, delta, eps, np.ones_like(x))[1], rtol=1e-9, atol=1e-11
+    )
+
+
+def test_twice_the_same_bits(gpu):
+    x, delta = problem(dtype="float32")
+    first, again = (gpu.perturb(x, delta, 2.0, dtype="float32") for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+
+
+def test_one_element_and_none(gpu):
+    np.testing.assert_allclose(gpu.perturb(np.full((3, 1), 0.5), np.full((3, 1), -2.0), 0.2), 0.3)
+    assert gpu.perturb(np.zeros((0, 4)), np.zeros((0, 4)), 0.2).shape == (0, 4)
