@@ -80,6 +80,91 @@ def test_second_derivatives(p):
         np.testing.assert_allclose(jacobian(delta), found[0][0], rtol=1e-8, atol=1e-9)
 
 
+def test_derivatives_of_tangents():
+    x, delta, eps, g = problem(n=6)
+    turn, change = jnp.asarray(g), jnp.linspace(-0.1, 0.1, 4)
+
+    def loss(delta, eps):
+        return (ca.perturb(x, delta, eps) ** 3).sum() + (ca.rescale(x, delta, eps) ** 2).sum()
+
+    def along(delta, eps):
+        return jax.jvp(loss, (delta, eps), (turn, change))[1]
+
+    def product(delta, eps):
+        """The Hessian with that tangent, by forward over reverse."""
+        return jax.jvp(jax.grad(loss, argnums=(0, 1)), (delta, eps), (turn, change))[1]
+
+    expected = product(delta, eps)
+    # Reverse over forward; the tangent's own gradient is zero elsewhere.
+    for found in (jax.grad(along, argnums=(0, 1))(delta, eps), jax.jit(jax.grad(along, argnums=(0, 1)))(delta, eps)):
+        for mine, theirs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-8, atol=1e-9)
+    # Forward over forward.
+    curvature = jax.jvp(along, (delta, eps), (turn, change))[1]
+    np.testing.assert_allclose(curvature, (expected[0] * turn).sum() + (expected[1] * change).sum(), rtol=1e-8)
+    # In the tangent alone it is linear, and its own derivative.
+    of_tangent = jax.jvp(lambda t: jax.jvp(lambda d: ca.perturb(x, d, eps), (delta,), (t,))[1], (turn,), (turn,))
+    np.testing.assert_allclose(*of_tangent, rtol=1e-12)
+
+
+@pytest.mark.parametrize("p", [2, math.inf])
+@pytest.mark.parametrize(
+    "axes", [(0, 0, 0, 0, 0), (None, 0, None, None, None), (0, None, 0, None, 0), (None, None, 0, 0, None)]
+)
+def test_derivatives_under_vmap(axes, p):
+    x, delta, eps, g = problem(rows=12)
+    arguments = [x.reshape(3, 4, 30), delta.reshape(3, 4, 30), eps.reshape(3, 4)]
+    arguments += [jnp.linspace(-0.3, 0, 3), jnp.linspace(1, 1.2, 90).reshape(3, 30)]
+    arguments = [a if axis == 0 else a[0] for a, axis in zip(arguments, axes, strict=True)]
+    tangents = [jax.random.normal(jax.random.key(i), a.shape, a.dtype) for i, a in enumerate(arguments)]
+    weights = jnp.asarray(g.reshape(3, 4, 30))
+
+    def loss(weights, *a):
+        return (ca.perturb(*a[:3], p=p, bounds=a[3:]) * weights).sum()
+
+    def apart(arrays, i):
+        return [a[i] if axis == 0 else a for a, axis in zip(arrays, axes, strict=True)]
+
+    gradient = jax.grad(loss, argnums=range(1, 6))
+    expected = [gradient(weights[i], *apart(arguments, i)) for i in range(3)]
+    each = jax.jit(jax.vmap(gradient, in_axes=(0, *axes)))(weights, *arguments)
+    total = jax.grad(lambda *a: jax.vmap(loss, in_axes=(0, *axes))(weights, *a).sum(), argnums=range(5))(*arguments)
+    for bars, mine, summed, axis in zip(zip(*expected, strict=True), each, total, axes, strict=True):
+        np.testing.assert_allclose(mine, jnp.stack(bars), rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(summed, jnp.stack(bars) if axis == 0 else sum(bars), rtol=1e-9, atol=1e-12)
+    forward = jax.vmap(lambda w, a, t: jax.jvp(lambda *a: loss(w, *a), a, t)[1], in_axes=(0, axes, axes))
+    moved = [sum((b * t).sum() for b, t in zip(expected[i], apart(tangents, i), strict=True)) for i in range(3)]
+    np.testing.assert_allclose(forward(weights, tuple(arguments), tuple(tangents)), moved, rtol=1e-8)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_jacobians(rows):
+    """Many tangents, or cotangents, of one problem."""
+    x, delta, eps, _ = problem(rows=rows, n=5)
+    for function in (ca.perturb, ca.rescale):
+        forward, backward = (
+            jax.jit(transform(function, argnums=(1, 2)))(x, delta, eps) for transform in (jax.jacfwd, jax.jacrev)
+        )
+        for mine, theirs in zip(forward, backward, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 2, 59, 60, 61, 119, 121, 727, 784, 4999])
+def test_reductions(n):
+    """By parts and halves, whatever is left over."""
+    a, b = np.random.default_rng(n).standard_normal((2, 3, n)).astype("float32")
+    exact = [c.sum(axis=1, keepdims=True, dtype=float) for c in (a, b)]
+    np.testing.assert_allclose(backend.row_sum(jnp.asarray(a)), exact[0], rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(backend.two_row_sums(jnp.asarray(a), jnp.asarray(b)), exact, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(backend.row_max(jnp.asarray(abs(a))), abs(a).max(axis=1, keepdims=True))
+    for where in {0, n // 2, n - 1}:
+        a[1, where] = np.nan
+        assert np.isnan(backend.row_max(jnp.asarray(abs(a)))[1, 0])
+        a[1, where] = 100
+        assert backend.row_max(jnp.asarray(abs(a)))[1, 0] == 100
+
+
 def test_vmap_over_everything():
     x, delta, eps, _ = problem(rows=12)
     x, delta, eps = x.reshape(3, 4, 30), delta.reshape(3, 4, 30), eps.reshape(3, 4)
@@ -264,6 +349,24 @@ def test_transformations_without_x64():
         assert v.dtype == jnp.float32
         found = jax.jit(jax.grad(jax.checkpoint(lambda d: ca.perturb(x, d, eps).sum())))(delta)
         assert found.dtype == jnp.float32
+
+
+def test_x64_inside_of_a_trace_without():
+    """JAX compiles after the context has ended in which it traced."""
+    x, delta, eps, g = problem()
+    wide = [np.asarray(a) for a in (x, delta, eps)]
+    expected = jax.jvp(lambda d: ca.perturb(x, d, eps), (delta,), (jnp.asarray(g),))[1]
+
+    def inside(scale):
+        with jax.enable_x64(True):
+            x, delta, eps = map(jnp.asarray, wide)
+            v_dot = jax.jvp(lambda d: ca.perturb(x, d, eps), (delta,), (jnp.asarray(g) * scale,))[1]
+            assert v_dot.dtype == jnp.float64
+            return v_dot.astype(jnp.float32)
+
+    with jax.enable_x64(False):
+        found = jax.jit(inside)(1.0)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("scale", [1e-34, 1e-20, 1e30])

@@ -62,7 +62,7 @@ class Rows(NamedTuple):
     """A group of rows, seen through tiles: pairs of what to take of the rows and of the columns."""
 
     be: Backend
-    load: Callable[[Any], Block]
+    load: Callable[..., Block]
     tiles: list[Any]
     keep: bool  # whether what is derived from the tiles may stay in memory from pass to pass
     eps: Array  # (rows, 1)
@@ -204,18 +204,22 @@ def whole(be: Backend, problem: tuple[Any, ...], numerics: Numerics, keep: bool)
 
 def _looked_at(
     be: Backend, rows: tuple[Array, ...], tiles: list[Any], numerics: Numerics, problem: tuple[Any, ...] | None
-) -> tuple[Callable[[Any], Block], Array, Array | None]:
+) -> tuple[Callable[..., Block], Array, Array | None]:
     """How to load a tile of these rows, their largest |delta|, and which of them make no sense, if any."""
     x, delta, lower, upper, eps = rows
     clipped = problem is None
 
-    def load(tile: Any) -> Block:
+    def load(tile: Any, T: Array | None = None) -> Block:
+        """A tile; if T is given and this is a trace, for a pass of its own."""
         across, along, _ = tile
         bounds = (
             b[across if b.shape[0] != 1 else slice(None), along if b.shape[1] != 1 else slice(None)]
             for b in (lower, upper)
         )
-        block = Block(*(be.narrow(a, numerics) for a in (x[across, along], delta[across, along], *bounds)))
+        block = Block(x[across, along], delta[across, along], *bounds)
+        if be.TRACES and T is not None:
+            block = be.anew(block, T)
+        block = Block(*(be.narrow(a, numerics) for a in block))
         if clipped:
             block = block._replace(x=be.clip(block.x, block.lower, block.upper))
         return block
@@ -286,7 +290,7 @@ class Passes:
         if tile[2] in self.kept:
             return self.kept[tile[2]]
         rows, be = self.rows, self.rows.be
-        block = be.anew(rows.load(tile), T) if be.TRACES and T is not None else rows.load(tile)
+        block = rows.load(tile, T)
         w, d = self.rooms(tile, block, "room"), times(be, block.delta, rows.pick(1 / self.m_of(top), tile))
         # In these units a quotient misleads by a rounding at most: it is infinite only where d is too small to count.
         breakpoints = quotient(rows, tile, w, d)
@@ -531,11 +535,11 @@ def solve(rows: Rows, n: int, mode: str, write: bool) -> Solution:
 
 def write(
     rows: Rows, solution: Solution, mode: str, store: Callable[..., Array], half: bool, slack: float = SLACK
-) -> None:
+) -> tuple[Array, ...]:
     """Have `store` keep every block of ``v = clip(x + eta*delta)``, polished where its rounding moves the norm.
 
     ``store(columns, block, direction, k)`` keeps ``clip(x + k*direction)`` in the array's own dtype and returns what it
-    kept in the working dtype.
+    kept in the working dtype; in a trace, that is returned here too.
     """
     be, p, numerics, status = rows.be, rows.p, rows.numerics, solution.status
     at_most = mode == "at_most"
@@ -545,6 +549,8 @@ def write(
     limit = 1 - slack if at_most else math.inf
     # What cannot be reached ends on its bounds, however far they are and whatever the rounding of K.
     corner = status == UNREACHABLE
+
+    written: list[Array] = []  # by a trace, for its one tile
 
     def norm_of(K: Array, widen: bool) -> Array:
         """Store the array for this K; its norm over eps."""
@@ -556,31 +562,46 @@ def write(
             if corners:
                 direction = be.where(corner[tile[0], :], be.sign(block.delta) * numerics.far, direction)
             v = store(tile, block, direction, rows.pick(be.where(corner, 1.0, K) if corners else K, tile))
-            if widen:
-                z = (be.widen(v) - be.widen(block.x)) * (down if down.shape[0] == 1 else down[tile[0], :])
-            else:
-                z = times(be, difference(rows, v, block.x), rows.pick(down, tile))
-            if p == math.inf:
-                return be.row_max(abs(z))
-            return be.row_dot(z, z) if p == 2 else be.row_sum(power(be, abs(z), p))
+            if be.TRACES:
+                written[:] = [v]
+            return powers(tile, v, block.x, widen)
 
+        return norm(of_tile)
+
+    def powers(tile: Any, v: Array, x: Array, widen: bool) -> Array:
+        if widen:
+            z = (be.widen(v) - be.widen(x)) * (down if down.shape[0] == 1 else down[tile[0], :])
+        else:
+            z = times(be, difference(rows, v, x), rows.pick(down, tile))
+        if p == math.inf:
+            return be.row_max(abs(z))
+        return be.row_dot(z, z) if p == 2 else be.row_sum(power(be, abs(z), p))
+
+    def norm(of_tile: Callable[[Any], Array]) -> Array:
         total = rows.fold("max" if p == math.inf else "sum", of_tile)
         return (total if p == math.inf else total ** (1 / p)) / (eps * down)
 
-    norm = norm_of(solution.K, at_most)
-    off = abs(norm - 1) > numerics.close
-    moving = (status == REGULAR) & ((norm < HUGE) if half else off)
+    first = norm_of(solution.K, at_most)
+    if be.TRACES:
+        # Of the array in memory, in a branch: elsewhere, XLA would make it once more for this sum.
+        v = written[0]
+        moves = (status != ZERO) & (status != AT_ZERO)
+        (first,) = when(
+            be, moves, lambda _: (norm(lambda tile: powers(tile, v, rows.load(tile).x, at_most)),), rows.top * 0 + 1.0
+        )
+    off = abs(first - 1) > numerics.close
+    moving = (status == REGULAR) & ((first < HUGE) if half else off)
     if at_most:
         # Also of what sums in float32 took for out of reach although it is not.
-        over = (norm > limit) & ((status == REGULAR) | (status == HELD) | corner)
+        over = (first > limit) & ((status == REGULAR) | (status == HELD) | corner)
         corner, moving = corner & ~over, moving | over
-    if any_true(be, moving):
-        close = 1e-8 if half else numerics.close / 2
+    close = 1e-8 if half else numerics.close / 2
 
-        def polished(K: Array) -> tuple[Array]:
-            return (polish(rows, lambda K: norm_of(K, True), solution, moving, limit, close),)
+    def polished(*_: Array) -> tuple[Array, ...]:
+        norm_of(polish(rows, lambda K: norm_of(K, True), solution, moving, limit, close), False)
+        return tuple(written)
 
-        norm_of(when(be, moving, polished, solution.K)[0], False)
+    return when(be, moving, polished, *written)
 
 
 def polish(
@@ -694,57 +715,115 @@ def summary(rows: Rows, v: Array, n: int) -> tuple[Array, Array, Array]:
 # --- derivatives ------------------------------------------------------------------------------------------------------
 
 
+class Pace(NamedTuple):
+    """What derivatives need to know of a row."""
+
+    m: Array
+    eta: Array
+    status: Array
+    inv: Array  # 1/eps, or 0 where eta does not move
+    rate: Array  # z/eps of what is not clipped over delta/m; for p = inf, w of what moves by eps
+    largest: Array  # for p = inf, the d of what moves by eps
+    inverse: Array  # 1/(D/m), or 0 where eta does not move
+
+
+class Split(NamedTuple):
+    """What they need to know of an element."""
+
+    free: Array  # U, where v moves with x and delta
+    still: Array
+    sign: Array
+    direction: Array  # delta/m
+    d: Array
+    gap: Array  # from x to the bound that delta points to
+    s: Array
+
+
 class Partials(NamedTuple):
     """What every derivative is made of."""
 
-    free: Array  # U, where v moves with x and delta
+    free: Array
     follows: Array  # where v moves with x: U, or everything at eps = 0
     sign: Array
-    direction: Array  # delta/m
+    direction: Array
     w: Array  # sign*w
-    m: Array
-    eta: Array
-    inverse: Array  # 1/(D/m), or 0 where eta does not move
+    pace: Pace
 
 
 def partials(
     be: Backend, block: Block, eps: Array, eta: Array, status: Array, p: float, numerics: Numerics
 ) -> Partials:
     """The sets, weights and slopes of docs/math.md at a solution eta. Differentiable itself, in eta and the block."""
-    still, sign = block.delta == 0, be.sign(block.delta)
-    top = be.constant(be.widen(be.row_max(abs(block.delta))))
+    part = weighed(be, *divided(be, block, eps, eta, status, p, numerics), p, numerics)
+    return part._replace(pace=sloped(be, part.pace, be.row_sum(be.where(part.free, part.w * part.direction, 0.0))))
+
+
+def divided(
+    be: Backend, block: Block, eps: Array, eta: Array, status: Array, p: float, numerics: Numerics
+) -> tuple[Split, Pace]:
+    """The sets, and all there is per row but its slope."""
+    top = be.widen(be.row_max(abs(be.constant(block.delta))))
     top = be.where(top > 0, top, 1.0)
     m = be.pow2(top, numerics)
-    direction = block.delta * be.narrow(1 / m, numerics)
-    d = direction * sign
-    gap = bound_ahead(be, block.delta, block.lower, block.upper) - block.x
-    s = be.maximum(sign * gap, 0.0)
-    at_zero, unreachable, regular = status == AT_ZERO, status == UNREACHABLE, status == REGULAR
-
-    # An element at its kink, up to rounding, counts as unclipped.
-    free = still | ((be.narrow(eta * m, numerics) * d <= s * (1 + 4 * numerics.ulp)) & (s > 0))
-    free = be.where(unreachable, still, free)
+    at_zero, regular = status == AT_ZERO, status == REGULAR
     # Where eta does not move, w counts for nothing but must be finite.
-    wide_inv = be.where(regular, 1 / be.where(regular, eps, 1.0), 0.0)
-    inv = be.narrow(wide_inv, numerics)
+    inv = be.where(regular, 1 / be.where(regular, eps, 1.0), 0.0)
+    eta = be.where(status == UNREACHABLE, 0.0, eta)
+    rate = eta * m * inv
+    pace = Pace(m, eta, status, be.narrow(inv, numerics), rate, rate, rate)
+    parts = split(be, block, pace, numerics)
     if p == math.inf:
-        wide_enough = (s * inv >= 1 - 8 * numerics.ulp) | (at_zero & (s > 0))
-        largest = be.row_max(be.where(wide_enough, be.constant(d), 0.0))
-        active = wide_enough & (d == largest) & (d > 0) & ~unreachable
-        free = free | active
-        count = be.row_sum(be.cast_like(active, d))
-        w = sign * be.cast_like(active, d) * be.narrow(1 / be.where(count > 0, count, 1.0), numerics)
+        roomy = be.where(_roomy(parts, pace, numerics), be.constant(parts.d), 0.0)
+        pace = pace._replace(largest=be.row_max(roomy))
+        count = be.row_sum(be.cast_like(_active(parts, pace, numerics), parts.d))
+        rate = 1 / be.where(count > 0, count, 1.0)
     else:
-        # z/eps with the sign of delta. At eps = 0 it is the limit.
+        # At eps = 0 it is the limit.
         def at_limit(rate: Array) -> tuple[Array]:
+            # Of the block: what is made outside of a branch, a trace makes whether or not it is taken.
+            free, still, _, _, d, _, _ = split(be, block, pace, numerics)
             counted = free & ~still
             powers = power(be, be.where(counted, d * be.narrow(m / top, numerics), 1.0), p)
             norm = be.row_sum(be.where(counted, powers, 0.0))
             limit = be.where(norm > 0, m / top / be.where(norm > 0, norm, 1.0) ** (1 / p), 0.0)
             return (be.where(at_zero, limit, rate),)
 
-        rate = be.narrow(when(be, at_zero, at_limit, eta * m * wide_inv)[0], numerics)
-        base = be.where(free, direction * rate, be.where(free | at_zero, 0.0, gap) * inv)
+        (rate,) = when(be, at_zero, at_limit, rate)
+    return parts, pace._replace(rate=be.narrow(rate, numerics))
+
+
+def split(be: Backend, block: Block, pace: Pace, numerics: Numerics) -> Split:
+    still, sign = block.delta == 0, be.sign(block.delta)
+    direction = block.delta * be.narrow(1 / pace.m, numerics)
+    d = direction * sign
+    gap = bound_ahead(be, block.delta, block.lower, block.upper) - block.x
+    s = be.maximum(sign * gap, 0.0)
+    # An element at its kink, up to rounding, counts as unclipped.
+    free = still | ((be.narrow(pace.eta * pace.m, numerics) * d <= s * (1 + 4 * numerics.ulp)) & (s > 0))
+    return Split(be.where(pace.status == UNREACHABLE, still, free), still, sign, direction, d, gap, s)
+
+
+def _roomy(parts: Split, pace: Pace, numerics: Numerics) -> Array:
+    """What can move by eps."""
+    return (parts.s * pace.inv >= 1 - 8 * numerics.ulp) | ((pace.status == AT_ZERO) & (parts.s > 0))
+
+
+def _active(parts: Split, pace: Pace, numerics: Numerics) -> Array:
+    """What does, for p = inf."""
+    largest = (parts.d == pace.largest) & (parts.d > 0)
+    return _roomy(parts, pace, numerics) & largest & ~(pace.status == UNREACHABLE)
+
+
+def weighed(be: Backend, parts: Split, pace: Pace, p: float, numerics: Numerics) -> Partials:
+    free, _, sign, direction, d, gap, _ = parts
+    at_zero = pace.status == AT_ZERO
+    if p == math.inf:
+        active = _active(parts, pace, numerics)
+        free = free | active
+        w = sign * be.cast_like(active, d) * pace.rate
+    else:
+        # z/eps with the sign of delta.
+        base = be.where(free, direction * pace.rate, be.where(free | at_zero, 0.0, gap) * pace.inv)
         if p == 1:
             w = sign
         elif p == 2:
@@ -753,19 +832,28 @@ def partials(
             # Not at 0, where a power's own derivative may be infinite.
             positive = sign * base > 0
             w = sign * be.where(positive, power(be, be.where(positive, sign * base, 1.0), p - 1), 0.0)
-    D = be.row_sum(be.where(free, w * direction, 0.0))
-    moves = ((status == REGULAR) | at_zero) & (D > 0)
-    inverse = be.where(moves, 1 / be.where(moves, D, 1.0), 0.0)
-    return Partials(free, free | at_zero, sign, direction, w, m, be.where(unreachable, 0.0, eta), inverse)
+    return Partials(free, free | at_zero, sign, direction, w, pace)
+
+
+def sloped(be: Backend, pace: Pace, D: Array) -> Pace:
+    """With D/m, the sum of w*direction over U."""
+    moves = ((pace.status == REGULAR) | (pace.status == AT_ZERO)) & (D > 0)
+    return pace._replace(inverse=be.where(moves, 1 / be.where(moves, D, 1.0), 0.0))
 
 
 def vjp(be: Backend, part: Partials, g: Array, h: Array, numerics: Numerics) -> tuple[Array, Array, Array, Array]:
     """(x_bar, delta_bar, c_bar, eps_bar) for cotangents g of v and h of eta; c is the bound that delta points to."""
-    along = be.row_sum(be.where(part.free, g * part.direction, 0.0))
-    lam = (h / part.m + along) * part.inverse
+    return pulled(be, part, g, h, be.row_sum(be.where(part.free, g * part.direction, 0.0)), numerics)
+
+
+def pulled(
+    be: Backend, part: Partials, g: Array, h: Array, along: Array, numerics: Numerics
+) -> tuple[Array, Array, Array, Array]:
+    """The same, with the sum of g*direction over U."""
+    lam = (h / part.pace.m + along) * part.pace.inverse
     pull = be.narrow(lam, numerics) * part.w
     x_bar = be.where(part.follows, g, pull)
-    delta_bar = be.where(part.free, be.narrow(part.eta, numerics) * (g - pull), 0.0)
+    delta_bar = be.where(part.free, be.narrow(part.pace.eta, numerics) * (g - pull), 0.0)
     c_bar = be.where(part.follows, 0.0, g - pull)
     return x_bar, delta_bar, c_bar, lam
 
@@ -774,11 +862,11 @@ def jvp(
     be: Backend, part: Partials, x_dot: Array, delta_dot: Array, c_dot: Array, eps_dot: Array, numerics: Numerics
 ) -> tuple[Array, Array]:
     """(v_dot, eta_dot) for tangents of the arguments; c is the bound that delta points to."""
-    eta = be.narrow(part.eta, numerics)
+    eta = be.narrow(part.pace.eta, numerics)
     drift = be.where(part.free, eta * delta_dot, be.where(part.follows, 0.0, c_dot - x_dot))
-    rate = (eps_dot - be.row_sum(part.w * drift)) * part.inverse
+    rate = (eps_dot - be.row_sum(part.w * drift)) * part.pace.inverse
     along = x_dot + eta * delta_dot + part.direction * be.narrow(rate, numerics)
-    return be.where(part.free, along, be.where(part.follows, x_dot, c_dot)), rate / part.m
+    return be.where(part.free, along, be.where(part.follows, x_dot, c_dot)), rate / part.pace.m
 
 
 def implicit(
@@ -792,14 +880,14 @@ def implicit(
     part = partials(be, block, eps0, eta0, status, p, numerics)
     direction = part.direction
     c = bound_ahead(be, block.delta, block.lower, block.upper)
-    regular = (part.inverse > 0) & (status == REGULAR)
+    regular = (part.pace.inverse > 0) & (status == REGULAR)
     unit = be.where(regular, eps0, 1.0)
     if p == math.inf:
         largest = be.where(regular, be.row_sum(be.constant(part.w) * direction), 1.0)
         grown = eps / unit * (be.constant(largest) / largest)
     else:
         gap = be.where(part.free, 0.0, c - block.x)
-        base = be.where(part.free, direction * be.narrow(eta0 * part.m, numerics), gap)
+        base = be.where(part.free, direction * be.narrow(eta0 * part.pace.m, numerics), gap)
         base = base * be.narrow(1 / unit, numerics)
         if p == 2:
             powers = base * base
@@ -811,9 +899,9 @@ def implicit(
         clipped = be.row_sum(be.where(part.free, 0.0, powers))
         share = (be.where(regular, eps / unit, 1.0) ** p - clipped) / be.where(regular, free, 1.0)
         grown = be.where(regular & (share > 0), share, 1.0) ** (1 / p)
-    slope = be.where(status == AT_ZERO, part.inverse / part.m, 0.0)
+    slope = be.where(status == AT_ZERO, part.pace.inverse / part.pace.m, 0.0)
     moved = be.where(regular, eta0 * grown, slope * eps)
     eta = eta0 + (moved - be.constant(moved))
-    along = block.x + direction * be.narrow(eta * part.m, numerics)
+    along = block.x + direction * be.narrow(eta * part.pace.m, numerics)
     v = be.where(part.free & ~(status == UNREACHABLE), along, be.where(part.follows, block.x, c))
     return v, eta

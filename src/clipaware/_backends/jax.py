@@ -1,4 +1,5 @@
-"""JAX: one traced program for all rows, differentiated in closed form by a ``custom_jvp``; or on a CPU NumPy's solver.
+"""JAX: one traced program for all rows, differentiated in closed form, by a ``custom_jvp`` and a primitive that knows
+its transpose; or on a CPU NumPy's solver.
 
 Newton is a ``lax.while_loop``, and nothing calls back to the host. Numbers per row and the last steps of sums are
 float64 whether or not the user has enabled it: inside the solver x64 is on, and what leaves it has a dtype that the
@@ -15,13 +16,14 @@ import math
 import sys
 from collections.abc import Callable
 from functools import cache, partial
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from clipaware import _check, _math
 from clipaware._backends import numpy as host
@@ -33,8 +35,9 @@ Array = Any
 TRACES = True
 SLACK = 2.0**-46  # how far at_most stays below eps: XLA's powers are off by up to 1e-14
 # Rows are reduced by parts, of which this many lie side by side, and two arrays or two halves at a time: of that XLA
-# makes vectors, whereas along a row, or of one array, it takes one element after another: five to ten times as long.
-PARTS = 12
+# makes vectors, whereas along a row, of one array, or of so many parts that it does not write out the loop over them,
+# it takes one element after another: five to ten times as long.
+PARTS = 6
 HALVES = {"float16": (5, 10), "bfloat16": (8, 7)}  # bits of their exponents and mantissas
 
 jax.tree_util.register_dataclass(Report, [field.name for field in dataclasses.fields(Report)], [])
@@ -64,7 +67,7 @@ def fold(combine: str, tiles: list[Any], values: list[Array], like: Array) -> Ar
 def _parted(a: Array) -> list[Array]:
     """Rows as (rows, k, n // k), for a reduction of the middle axis, and what is left over, if anything, as it is."""
     rows, n = a.shape
-    k = next((k for k in range(PARTS, 5, -1) if n % k == 0), PARTS)
+    k = next((k for k in range(PARTS, 3, -1) if n % k == 0), PARTS)
     whole = n - n % k
     return [a[:, :whole].reshape(rows, k, n // k)] + ([a[:, whole:]] if whole < n else [])
 
@@ -83,6 +86,10 @@ def _reduced(a: Array, b: Array) -> tuple[Array, Array]:
     return lax.reduce((a, b), (zero, zero), lambda s, t: (s[0] + t[0], s[1] + t[1]), (1,))  # type: ignore[no-any-return]
 
 
+def _transposable_sum(a: Array) -> Array:
+    return jnp.sum(a, axis=1, keepdims=True, dtype=_wide())
+
+
 @jax.custom_jvp
 def row_sum(a: Array) -> Array:
     half = a.shape[1] // 2
@@ -92,7 +99,19 @@ def row_sum(a: Array) -> Array:
 
 @row_sum.defjvp
 def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    return row_sum(*primals), linear.row_sum(*tangents)
+    return row_sum(*primals), _transposable_sum(*tangents)
+
+
+@jax.custom_jvp
+def two_row_sums(a: Array, b: Array) -> tuple[Array, Array]:
+    """Of two arrays, in one pass."""
+    one, other = _added(a, b)
+    return one[:, None], other[:, None]
+
+
+@two_row_sums.defjvp
+def _(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return two_row_sums(*primals), tuple(map(_transposable_sum, tangents))
 
 
 def row_dot(u: Array, v: Array) -> Array:
@@ -106,11 +125,14 @@ def row_sums(t: Array, breakpoints: Array, dp: Array, wp: Array, buffers: None) 
 
 
 def row_max(a: Array) -> Array:
-    if a.shape[1] < 10 * PARTS:
+    """The largest of each row; nothing here is negative."""
+    half = a.shape[1] // 2
+    if half < 5 * PARTS:
         return a.max(1, keepdims=True)
-    parts, *rest = _parted(a)
-    most = row_max(parts.max(1))
-    return jnp.maximum(most, row_max(rest[0])) if rest else most
+    (one, *one_left), (two, *two_left) = _parted(a[:, :half]), _parted(a[:, half : 2 * half])
+    zero = np.zeros((), a.dtype)
+    most = lax.reduce((one, two), (zero, zero), lambda s, t: (lax.max(s[0], t[0]), lax.max(s[1], t[1])), (1,))
+    return row_max(jnp.concatenate((*most, *one_left, *two_left, a[:, 2 * half :]), axis=1))
 
 
 def row_top(delta: Array) -> Array:
@@ -166,10 +188,6 @@ def senseless(block: Block, x: Array) -> Array:
     disorder = row_max(jnp.where(block.lower <= block.upper, 0.0, 1.0))
     # What is not finite makes the sum NaN, in much less time than asking every element.
     return jnp.where(jnp.isnan(row_sum(x.astype(jnp.float32) * 0)), 1.0, disorder)
-
-
-# What _math.jvp needs of a backend, and JAX transposes: it knows the transpose of its own sum alone.
-linear = SimpleNamespace(where=where, narrow=narrow, row_sum=lambda a: jnp.sum(a, axis=1, keepdims=True, dtype=_wide()))
 
 
 # --- what the API asks for --------------------------------------------------------------------------------------------
@@ -289,9 +307,9 @@ def _solved(
         keep = p not in (1, 1.5, 2, 3, 4, math.inf)
         rows, bad = _math.whole(_this, (x, delta, widen(eps), lower, upper, p), numerics, keep)
         found = _math.solve(rows, 0, mode, write)
+        found = found._replace(K=jnp.where(bad, jnp.nan, found.K))
         v = x[:, :0]
         if write:
-            kept = []
 
             def store(tile: Any, block: Block, direction: Array, k: Array) -> Array:
                 # XLA may round a product and a sum once, here and not there, and then what is measured is not what is
@@ -301,12 +319,23 @@ def _solved(
                 else:
                     apart: Any = lax.optimization_barrier if mode == "at_most" else lambda product: product
                     moved = apart(direction * k) + block.x
-                kept.append(_rounded(jnp.clip(moved, block.lower, block.upper), str(x.dtype)))
-                return kept[-1]
+                return _rounded(jnp.clip(moved, block.lower, block.upper), str(x.dtype))
 
-            _math.write(rows, found, mode, store, str(x.dtype) in HALVES, slack)
-            v = jnp.where(bad, jnp.nan, kept[-1]).astype(x.dtype)
-        return v, jnp.where(bad, jnp.nan, found.K / found.m).astype(wide), found.status.astype(jnp.int32)
+            (v,) = _math.write(rows, found, mode, store, str(x.dtype) in HALVES, slack)
+        return v.astype(x.dtype), (found.K / found.m).astype(wide), found.status.astype(jnp.int32)
+
+
+def _folded(a: Array, size: int, rows: int, is_batched: bool) -> Array:
+    """An array with one more dimension, or for all of it, as more rows; what is the same for all rows stays that."""
+    if not is_batched:
+        if a.shape[0] == 1:
+            return a
+        a = jnp.broadcast_to(a, (size, *a.shape))
+    return jnp.broadcast_to(a, (size, rows, a.shape[2])).reshape(size * rows, a.shape[2])
+
+
+def _full(a: Array, rows: int) -> Array:
+    return jnp.broadcast_to(a, (rows, a.shape[1]))
 
 
 @cache
@@ -320,17 +349,8 @@ def _folding(p: float, mode: str, write: bool) -> Callable[..., tuple[Array, ...
     @solved.def_vmap
     def _(size: int, batched: Any, *problem: Array) -> Any:
         rows = problem[0].shape[1 if batched[0] else 0]
-
-        def folded(a: Array, is_batched: bool) -> Array:
-            if not is_batched:
-                if a.shape[0] == 1:
-                    return a
-                a = jnp.broadcast_to(a, (size, *a.shape))
-            return jnp.broadcast_to(a, (size, rows, a.shape[2])).reshape(size * rows, a.shape[2])
-
-        x, delta, *rest = (folded(a, is_batched) for a, is_batched in zip(problem, batched, strict=True))
-        x, delta = (jnp.broadcast_to(a, (size * rows, a.shape[1])) for a in (x, delta))
-        found = solved(x, delta, *rest)
+        x, delta, *rest = (_folded(a, size, rows, of_each) for a, of_each in zip(problem, batched, strict=True))
+        found = solved(_full(x, size * rows), _full(delta, size * rows), *rest)
         return tuple(a.reshape(size, rows, a.shape[1]) for a in found), (True,) * 3
 
     return solved
@@ -363,24 +383,67 @@ def _perturb(
 @_perturb.defjvp
 def _(p: float, mode: str, write: bool, primals: Any, tangents: Any) -> tuple[Any, Any]:
     found = v, eta, status = _perturb(*primals, p, mode, write)
-    v_dot, eta_dot = _moved(primals, eta, status, tangents, p)
+    v_dot, eta_dot = _motion.bind(*primals, eta, status, *tangents, p=p)  # type: ignore[no-untyped-call]
     return found, (v_dot if write else v, eta_dot, np.zeros(status.shape, jax.dtypes.float0))
 
 
-@partial(jax.jit, static_argnames=("p",))
-def _moved(primals: Any, eta: Array, status: Array, tangents: Any, p: float) -> tuple[Array, Array]:
+def _moved(*arrays: Array, p: float) -> tuple[Array, Array]:
     """The tangents of v and of eta, which are linear in those of the arguments."""
-    x, delta, eps, lower, upper = primals
+    x, delta, eps, lower, upper, eta, status, *tangents = arrays
     numerics = _numerics(x)
-    block = _block(x, delta, lower, upper, numerics)
-    part = _math.partials(_this, block, widen(eps), _finite(eta), status, p, numerics)
-    x_dot, delta_dot, eps_dot, low_dot, high_dot = tangents
-    x_dot, delta_dot, low_dot, high_dot = _block(x_dot, delta_dot, low_dot, high_dot, numerics)
-    c_dot = _math.bound_ahead(_this, block.delta, low_dot, high_dot)
-    v_dot, eta_dot = _math.jvp(linear, part, x_dot, delta_dot, c_dot, widen(eps_dot), numerics)
-    # Rows that make no sense have no derivatives either.
-    lost = jnp.where(jnp.isnan(eta), jnp.nan, 1.0)
-    return (v_dot * narrow(lost, numerics)).astype(x.dtype), eta_dot * widen(lost)
+    # As the user had it where eta was found: JAX may come here later, to compile what it has traced.
+    with jax.enable_x64(eta.dtype == jnp.float64):
+        block = _block(x, delta, lower, upper, numerics)
+        part = _math.partials(_this, block, widen(eps), _finite(eta), status, p, numerics)
+        x_dot, delta_dot, eps_dot, low_dot, high_dot = tangents
+        x_dot, delta_dot, low_dot, high_dot = _block(x_dot, delta_dot, low_dot, high_dot, numerics)
+        c_dot = _math.bound_ahead(_this, block.delta, low_dot, high_dot)
+        v_dot, eta_dot = _math.jvp(_this, part, x_dot, delta_dot, c_dot, widen(eps_dot), numerics)
+        # Rows that make no sense have no derivatives either.
+        lost = jnp.where(jnp.isnan(eta), jnp.nan, 1.0)
+        return (v_dot * narrow(lost, numerics)).astype(x.dtype), eta_dot * widen(lost)
+
+
+# JAX would transpose _moved operation by operation. Of a primitive, its author says what the transpose is.
+_motion = Primitive("clipaware_motion")
+_motion.multiple_results = True
+_motion.def_impl(jax.jit(_moved, static_argnames=("p",)))  # type: ignore[no-untyped-call]
+mlir.register_lowering(_motion, mlir.lower_fun(_moved, multiple_results=True))
+
+
+@_motion.def_abstract_eval  # type: ignore[untyped-decorator]
+def _(*arrays: Any, p: float) -> tuple[Any, Any]:
+    x, _, _, _, _, eta, *_ = arrays
+    return x.update(weak_type=False), eta.update(weak_type=False)
+
+
+def _motion_moved(primals: Any, tangents: Any, p: float) -> Any:
+    return jax.jvp(partial(_moved, p=p), primals, tuple(map(ad.instantiate_zeros, tangents)))
+
+
+def _motion_transposed(bars: Any, *arrays: Any, p: float) -> list[Any]:
+    tangents = [a.aval if ad.is_undefined_primal(a) else None for a in arrays[7:]]  # type: ignore[no-untyped-call]
+    shapes = tuple(a and a.shape for a in tangents)
+    found = _pulled(*arrays[:7], *map(ad.instantiate_zeros, bars), p, shapes)
+    return [None] * 7 + [a and bar.astype(a.dtype) for a, bar in zip(tangents, found, strict=True)]
+
+
+def _motion_batched(arrays: Any, axes: Any, p: float) -> tuple[Any, Any]:
+    """One more dimension is more rows."""
+    batched = [axis is not None for axis in axes]
+    arrays = [a if axis is None else jnp.moveaxis(a, axis, 0) for a, axis in zip(arrays, axes, strict=True)]
+    size = arrays[batched.index(True)].shape[0]
+    rows = arrays[0].shape[1 if batched[0] else 0]
+    folded = [_folded(a, size, rows, of_each) for a, of_each in zip(arrays, batched, strict=True)]
+    for i in (0, 1, 5, 6):  # x, delta, eta and status
+        folded[i] = _full(folded[i], size * rows)
+    found = _motion.bind(*folded, p=p)  # type: ignore[no-untyped-call]
+    return [a.reshape(size, rows, a.shape[1]) for a in found], [0, 0]
+
+
+ad.primitive_jvps[_motion] = _motion_moved
+ad.primitive_transposes[_motion] = _motion_transposed
+batching.primitive_batchers[_motion] = _motion_batched
 
 
 def _finite(eta: Array) -> Array:
@@ -441,26 +504,46 @@ def vjp(
         problem = _memories(x, delta, eps, lower, upper)
         bars = host.vjp(*problem, p=p, eta=np.asarray(eta, np.float64), status=np.asarray(status), g=host.memory(g))  # type: ignore[misc]
         return *(_beside(x, bar) for bar in bars[:2]), *(_beside(x, bar.astype(_wide())) for bar in bars[2:])
-    return _pulled(x, delta, eps, lower, upper, eta, status, g, p)  # type: ignore[no-any-return]
+    shapes = x.shape, delta.shape, eta.shape, lower.shape, upper.shape
+    x_bar, delta_bar, *bars = _pulled(x, delta, eps, lower, upper, eta, status, g, jnp.zeros_like(eta), p, shapes)
+    return x_bar.astype(x.dtype), delta_bar.astype(x.dtype), *bars
 
 
-@partial(jax.jit, static_argnames=("p",))
+@partial(jax.jit, static_argnames=("p", "shapes"))
 def _pulled(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, eta: Array, status: Array, g: Array, p: float
-) -> tuple[Array, ...]:
+    x: Array,
+    delta: Array,
+    eps: Array,
+    lower: Array,
+    upper: Array,
+    eta: Array,
+    status: Array,
+    g: Array,
+    h: Array,
+    p: float,
+    shapes: tuple[Any, ...],
+) -> list[Array]:
+    """Gradients of x, delta, eps, lower and upper, summed to these shapes; None of those that are not asked for."""
     numerics = _numerics(x)
-    part = _math.partials(
-        _this, _block(x, delta, lower, upper, numerics), widen(eps), _finite(eta), status, p, numerics
-    )
-    bars = _math.vjp(_this, part, narrow(g, numerics), jnp.zeros_like(eta), numerics)
+    block, g = _block(x, delta, lower, upper, numerics), narrow(g, numerics)
+    parts, pace = _math.divided(_this, block, widen(eps), _finite(eta), status, p, numerics)
+    part = _math.weighed(_this, parts, pace, p, numerics)
+    D, along = two_row_sums(*(jnp.where(part.free, a * part.direction, 0.0) for a in (part.w, g)))
+    pace = _math.sloped(_this, pace, D)
+    # No D is negative, but XLA does not know, and so keeps nothing of one pass in memory for the other.
+    again = block._replace(delta=jnp.where(D < 0, 0.0, block.delta))
+    part = _math.weighed(_this, _math.split(_this, again, pace, numerics), pace, p, numerics)
+    bars = _math.pulled(_this, part, g, h, along, numerics)
+    # Rows that make no sense have no derivatives either.
     x_bar, delta_bar, c_bar, eps_bar = (jnp.where(jnp.isnan(eta), jnp.nan, bar) for bar in bars)
+    low_bar, high_bar = jnp.where(delta < 0, c_bar, 0.0), jnp.where(delta > 0, c_bar, 0.0)
 
-    def of_bound(mine: Array, bound: Array) -> Array:
-        axes = tuple(axis for axis in (0, 1) if bound.shape[axis] == 1)
-        return jnp.sum(widen(jnp.where(mine, c_bar, 0.0)), axis=axes, keepdims=True)
+    def summed(bar: Array, shape: Any) -> Array:
+        if shape is None:
+            return None
+        return jnp.sum(widen(bar), axis=tuple(axis for axis in (0, 1) if shape[axis] == 1), keepdims=True)
 
-    bounds = of_bound(delta < 0, lower), of_bound(delta > 0, upper)
-    return x_bar.astype(x.dtype), delta_bar.astype(x.dtype), eps_bar, *bounds
+    return list(map(summed, (x_bar, delta_bar, eps_bar, low_bar, high_bar), shapes))
 
 
 _this = sys.modules[__name__]

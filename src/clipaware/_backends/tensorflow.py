@@ -339,7 +339,7 @@ def _whole(problem: tuple[Any, ...]) -> tuple[Rows, Array]:
     p = problem[5]
     rows, bad = _math.whole(_this, problem, _numerics(problem[0]), p not in CHEAP)
     block = rows.load(rows.tiles[0])
-    return rows._replace(load=lambda _: block), bad
+    return rows._replace(load=lambda _, T=None: block if T is None else anew(block, T)), bad
 
 
 def _rounded(v: Array, dtype: Any) -> Array:
@@ -362,16 +362,13 @@ def _solved(
     eta = where(bad, np.nan, found.K / found.m)
     if not write:
         return eta, found.status
-    written: list[Array] = []
 
     def store(tile: Any, block: Block, direction: Array, k: Array) -> Array:
         v = clip(direction * k + block.x, block.lower, block.upper)
-        v = _rounded(v, x.dtype) if half else v
-        written[:] = [v]
-        return v
+        return _rounded(v, x.dtype) if half else v
 
-    _math.write(group, found, mode, store, half)
-    return where(bad, np.nan, tf.cast(written[0], x.dtype)), eta, found.status
+    (v,) = _math.write(group, found, mode, store, half)
+    return where(bad, np.nan, tf.cast(v, x.dtype)), eta, found.status
 
 
 def _reach(p: float, x: Array, delta: Array, lower: Array, upper: Array) -> tuple[Array]:
