@@ -25,6 +25,7 @@ from benchmarks.cases import CASES, Row
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parent.parent / "README.md"
 MARKERS = "<!-- printed by make bench: -->", "<!-- end of what it printed -->"
+GPU_MARKERS = "<!-- printed by make bench, on a GPU: -->", "<!-- end of what it printed on a GPU -->"
 COLUMNS = ["case", "variant", "rows", "n", "dtype", "p", "quantity", "value", "low", "high", "unit"]
 
 
@@ -33,8 +34,8 @@ def device() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    cupy = sys.modules.get("cupy")
-    gpu = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode() if cupy and cupy.is_available() else ""
+    torch = sys.modules.get("torch")
+    gpu = torch.cuda.get_device_name() if torch and torch.cuda.is_available() else ""
     return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores" + (gpu and f", {gpu}")
 
 
@@ -76,10 +77,10 @@ def load(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def write_to_readme(table: str) -> None:
+def write_to_readme(table: str, markers: tuple[str, str]) -> None:
     """Between the two comments that say what it is."""
     text = README.read_text()
-    start, end = text.index(MARKERS[0]) + len(MARKERS[0]), text.index(MARKERS[1])
+    start, end = text.index(markers[0]) + len(markers[0]), text.index(markers[1])
     README.write_text(f"{text[:start]}\n{table}{text[end:]}")
 
 
@@ -103,10 +104,13 @@ def main() -> None:
             save(name, rows)
     if not args.quick:
         everything: dict[str, Any] = {name: load(name) for name in names}
-        table = plots.table(everything)
-        (RESULTS / "table.md").write_text(table)
-        write_to_readme(table)
-        tqdm.write(f"\n{table}")
+        for name, table, markers in (
+            ("table.md", plots.table(everything), MARKERS),
+            ("gpu_table.md", plots.gpu_table(everything), GPU_MARKERS),
+        ):
+            (RESULTS / name).write_text(table)
+            write_to_readme(table, markers)
+            tqdm.write(f"\n{table}")
         for path in plots.draw(everything, RESULTS):
             tqdm.write(f"Figure: {path}")
 

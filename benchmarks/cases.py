@@ -285,6 +285,123 @@ def tensorflow_speed(quick: bool) -> Iterator[Row]:
         yield {**where, "variant": "clipaware", "quantity": "norm error", "value": error, "unit": "of eps"}
 
 
+def gpu_timed(functions: dict[str, Callable[[], Any]], repeats: int) -> Times:
+    """Quartiles of a GPU's time in milliseconds, the functions taking turns in random order, with cold caches.
+
+    What a function launches is captured in a graph, if it can be, and replayed: its time on the host is another matter.
+    """
+    import torch
+
+    flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
+    replays = {}
+    for name, function in functions.items():
+        for _ in range(3):
+            function()
+        torch.cuda.synchronize()
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                function()
+            replays[name] = graph.replay
+        except RuntimeError:
+            torch.cuda.synchronize()
+            replays[name] = function
+    taken: dict[str, list[float]] = {name: [] for name in functions}
+    rng = np.random.default_rng(0)
+    for _ in range(repeats):
+        for name in rng.permutation(list(functions)):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            flush.zero_()
+            begin.record()
+            replays[name]()
+            end.record()
+            torch.cuda.synchronize()
+            taken[name].append(begin.elapsed_time(end))
+    return {name: tuple(np.percentile(values, (25, 50, 75))) for name, values in taken.items()}
+
+
+@case
+def gpu_speed(quick: bool) -> Iterator[Row]:
+    """PyTorch on a GPU, beside an addition, naive scaling (also compiled) and the paper's algorithm; needs a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    repeats = 3 if quick else 40
+    sizes = (128, 784), (1024, 3072), (8192, 3072), (64, 150_528), (256, 150_528), (1024, 150_528)
+    for rows, n in (*sizes, (8, 4_000_000), (1, 30_000_000)):
+        torch.manual_seed(0)
+        x, delta = torch.rand(rows, n, device="cuda"), torch.randn(rows, n, device="cuda")
+        eps, out = usual_eps(n, 2), torch.empty_like(x)
+        heavy = torch.tan(torch.pi * (torch.rand_like(x) - 0.5))  # Cauchy
+
+        def naive(x: Any, delta: Any, eps: float = eps) -> Any:
+            return torch.clamp(x + eps / delta.norm(dim=1, keepdim=True) * delta, 0, 1)
+
+        def paper(x: Any, delta: Any, eps: float = eps) -> Any:
+            return torch.clamp(x + l2_clipping_aware_rescaling(x, delta, eps) * delta, 0, 1)
+
+        compiled: Any = torch.compile(naive)
+        most = ca.reach(x, delta)[:, 0].double() * 0.99
+        functions: dict[str, Callable[[], Any]] = {
+            "clipaware": lambda: ca.perturb(x, delta, eps),  # noqa: B023
+            "floor": lambda: torch.add(x, delta, out=out),  # noqa: B023
+            "naive": lambda: naive(x, delta),  # noqa: B023
+            "naive, compiled": lambda: compiled(x, delta),  # noqa: B023
+            "paper": lambda: paper(x, delta),  # noqa: B023
+            "clipaware, Cauchy": lambda: ca.perturb(x, heavy, eps),  # noqa: B023
+            "clipaware, 99% of the reach": lambda: ca.perturb(x, delta, most),  # noqa: B023
+        }
+        where: Row = {"rows": rows, "n": n, "dtype": "float32", "p": 2}
+        times = gpu_timed(functions, repeats)
+        yield from time_rows(times, **where)
+        for other in ("floor", "clipaware, Cauchy", "clipaware, 99% of the reach"):
+            over, under = ("clipaware", other) if other == "floor" else (other, "clipaware")
+            yield ratio(times, over, under, **where)
+        for other in ("naive", "naive, compiled", "paper"):
+            yield ratio(times, other, "clipaware", **where)
+        spent = []
+        for _ in range(200):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            ca.perturb(x, delta, eps)
+            spent.append(time.perf_counter() - start)
+        yield {**where, "variant": "clipaware", "quantity": "host", "value": 1e6 * np.median(spent), "unit": "us"}
+        error = (torch.linalg.vector_norm((ca.perturb(x, delta, eps).double() - x), dim=1) / eps - 1).abs().max().item()
+        yield {**where, "variant": "clipaware", "quantity": "norm error", "value": error, "unit": "of eps"}
+        if (rows, n) != (256, 150_528):
+            continue
+
+        x16, delta16 = x.bfloat16(), delta.bfloat16()
+        leaf, g = delta.clone().requires_grad_(), torch.randn_like(x)
+        halves: dict[str, Callable[[], Any]] = {
+            "clipaware": functions["clipaware"],
+            "clipaware, bfloat16": lambda: ca.perturb(x16, delta16, eps),  # noqa: B023
+        }
+        times = gpu_timed(halves, repeats)
+        yield ratio(times, "clipaware, bfloat16", "clipaware", **where)
+
+        def exact(x: Any, delta: Any, eps: float = eps) -> Any:
+            return ca.perturb(x, delta, eps)
+
+        def both_ways(function: Any) -> Callable[[], Any]:
+            return lambda: torch.autograd.grad(function(x, leaf), leaf, g)  # noqa: B023
+
+        named = {"clipaware": exact, "naive": naive, "paper": paper}
+        both = {f"{name}, and backward": both_ways(function) for name, function in named.items()}
+        times = gpu_timed(both, repeats)
+        yield from time_rows(times, **where)
+        for other in ("naive", "paper"):
+            yield ratio(times, f"{other}, and backward", "clipaware, and backward", **where)
+        for name, function in both.items():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            function()
+            extra = (torch.cuda.max_memory_allocated() - before) / (x.numel() * x.element_size())
+            yield {**where, "variant": name, "quantity": "peak memory", "value": extra, "unit": "of the input"}
+
+
 @case
 def cupy_speed(quick: bool) -> Iterator[Row]:
     """CuPy on a GPU, beside an addition, naive scaling and the paper's algorithm in CuPy; nothing without a GPU."""

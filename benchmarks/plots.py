@@ -58,6 +58,21 @@ def table(results: Results) -> str:
     return "\n".join(lines) + "\n"
 
 
+def gpu_table(results: Results) -> str:
+    """In Markdown: times on a GPU, and what they are beside an addition, which reads and writes as much at least."""
+    if not results["gpu_speed"]:
+        return ""
+    names = {"floor": "`torch.add`", "clipaware": "clipaware", "naive": "naive", "naive, compiled": "naive, compiled"}
+    columns = {**names, "paper": "the paper's algorithm"}
+    lines = [f"| rows x elements | {' | '.join(columns.values())} | clipaware / `torch.add` |", "|---|" + "---|" * 6]
+    sizes = dict.fromkeys((int(row["rows"]), int(row["n"])) for row in results["gpu_speed"])
+    for rows, n in sizes:
+        times = [value(results, "gpu_speed", rows, n, name, "time") for name in columns]
+        cells = " | ".join(f"{time:.3g}" for time in times)
+        lines.append(f"| {rows:,} x {n:,} | {cells} | {times[1] / times[0]:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
 def draw(results: Results, folder: Path) -> list[Path]:
     """Time per element against length and against rows, as far as they have been measured."""
     if not (results["by_length"] and results["by_rows"]):

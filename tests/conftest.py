@@ -209,6 +209,8 @@ def be(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backe
     subnormal = request.node.originalname in ("test_subnormal_delta", "test_mixed_scales_in_one_row")
     if subnormal and request.param.name in ("jax-operations", "tensorflow-operations", "cupy"):
         pytest.skip("XLA, TensorFlow and CuPy take subnormal numbers for 0")
+    if request.node.originalname == "test_one_picture_of_a_batch_alone" and request.param.name in ("cuda", "cupy"):
+        pytest.skip("the order of a GPU's sums depends on where a row begins")
     framework = request.param.name.removesuffix("-operations")
     if MODULES.get(framework, np) is None:
         pytest.skip(f"{framework} is not installed")

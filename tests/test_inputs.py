@@ -59,7 +59,9 @@ def test_a_row_does_not_depend_on_the_others(be, n):
             together = be.perturb(x, delta, eps, p=p, dtype=dtype)
             for i in (0, 4, 8):
                 alone = be.perturb(x[i], delta[i], float(eps[i]), p=p, dtype=dtype)
-                np.testing.assert_allclose(together[i], alone, rtol=0, atol=4e-7 if dtype == "float32" else 1e-14)
+                # A GPU's kernels leave long rows as they are once their norm is within 2.5e-7 of eps.
+                single = 2e-6 if be.name in ("cuda", "cupy") else 4e-7
+                np.testing.assert_allclose(together[i], alone, rtol=0, atol=single if dtype == "float32" else 1e-14)
 
 
 def test_layouts_numpy(tmp_path):

@@ -321,8 +321,12 @@ def test_cuda(p):
         close = {torch.float64: 1e-13, torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
         torch.testing.assert_close(w.cpu(), v, rtol=0, atol=close)
         moved = torch.linalg.vector_norm(w.double() - gpu[0].double(), p, dim=1)
+        # A GPU rounds the product and the sum at once, which half precision makes other norms of.
         torch.testing.assert_close(
-            moved.cpu(), torch.linalg.vector_norm(v.double() - x.double(), p, dim=1), rtol=1e-6, atol=0
+            moved.cpu(),
+            torch.linalg.vector_norm(v.double() - x.double(), p, dim=1),
+            rtol=1e-6 if dtype.itemsize > 2 else 1e-5,
+            atol=0,
         )
         w.sum().backward()
         v.sum().backward()

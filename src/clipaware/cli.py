@@ -6,6 +6,7 @@ import argparse
 import importlib
 import importlib.metadata
 import importlib.resources
+import importlib.util
 import io
 import math
 import os
@@ -264,12 +265,15 @@ def _kernels(installed: dict[str, str]) -> dict[str, str]:
         why = f"Numba {found} does not work here: {error}" if found else "Numba is not installed: pip install numba"
         cpu = f"NumPy operations ({why})"
     absent = "none (torch is not installed)"
+    compiles = "torch" in installed and importlib.util.find_spec("triton") is not None
+    gpu = "compiled by Triton" if compiles else "PyTorch operations (Triton is not installed: pip install triton)"
+    cupy = "compiled by Triton, by way of PyTorch" if compiles else "CuPy operations (PyTorch with Triton has kernels)"
     return {
         "NumPy arrays": cpu,
         "PyTorch tensors, CPU": cpu if "torch" in installed else absent,
-        "PyTorch tensors, else": "PyTorch operations (this version has no kernels for accelerators)"
-        if "torch" in installed
-        else absent,
+        "PyTorch tensors, CUDA": gpu if "torch" in installed else absent,
+        "PyTorch tensors, else": "PyTorch operations" if "torch" in installed else absent,
+        "CuPy arrays": cupy if "cupy" in installed else "none (cupy is not installed)",
     }
 
 

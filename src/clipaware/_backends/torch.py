@@ -281,7 +281,7 @@ def _groups(*problem: Any, checked: bool = True) -> Any:
     x = problem[0]
     on_cpu = x.device.type == "cpu"
     size = GROUP if on_cpu else BATCH
-    return _math.groups(_this, problem, _numerics(x), size, size, checked and on_cpu) if x.numel() else ()
+    return _math.groups(_this, problem, _numerics(x), size, size, checked=checked and on_cpu) if x.numel() else ()
 
 
 def _solved(

@@ -28,7 +28,6 @@ Array = Any
 INTERPRETED = triton.knobs.runtime.interpret
 
 INF = tl.constexpr(math.inf)
-HUGE = tl.constexpr(_math.HUGE)
 REGULAR = tl.constexpr(_math.REGULAR)
 ZERO = tl.constexpr(_math.ZERO)
 AT_ZERO = tl.constexpr(_math.AT_ZERO)
@@ -331,16 +330,16 @@ def _polished(
     edge = tl.minimum(limit, 1.0)
     first, rest = _split(K, DOUBLE)
     K = first.to(tl.float64) * rest.to(tl.float64)
-    best, gap = tl.where(limit < INF, 0.0, K), HUGE + K * 0
-    lo, hi, at_lo, at_hi = K * 0 - 1, K * 0 + HUGE, K * 0, K * 0
-    stride, halving, going, count = K * 0 + 1, K < 0, K >= 0, (K * 0).to(tl.int32)
+    best, gap = tl.where(limit < INF, 0.0, K), INF + K * 0
+    lo, hi, at_lo, at_hi = K * 0 - 1, K * 0 + INF, K * 0, K * 0
+    stride, halving, going, count = K * 0 + 1, K < 0, K >= 0, (K >= 0).to(tl.int32) * 0
     while going:
-        here = tl.where(norm <= limit, tl.abs(norm - 1), HUGE)
+        here = tl.where(norm <= limit, tl.abs(norm - 1), INF)
         best, gap = tl.where(here < gap, K, best), tl.minimum(here, gap)
         above = norm > edge
         lo, at_lo = tl.where(above, lo, K), tl.where(above, at_lo, norm)
         hi, at_hi = tl.where(above, K, hi), tl.where(above, norm, at_hi)
-        inside = (lo >= 0) & (hi < HUGE)
+        inside = (lo >= 0) & (hi < INF)
         middle = lo + (hi - lo) / 2
         secant = lo + (hi - lo) * ((edge - at_lo) / tl.where(inside, at_hi - at_lo, 1.0))
         reach = (tl.abs(edge - norm) / slope + 2 * ULP) * stride
@@ -375,7 +374,7 @@ def _solve_plainly(row, cols, n, v, e, P: tl.constexpr, LOW: tl.constexpr, UP: t
     total, most = tl.reduce((_power(size, P, True) + wrong, _power(tl.minimum(room, 2.0), P, True)), 0, _add)
     going = (total > 1e-25) & (total < 1e25) & (most > 1) & (inv > 1e-25) & (inv < 1e25)
     c = _root(1 / total, P)
-    fine, count, last_c, last_U = going, (c * 0).to(tl.int32), c, c
+    fine, count, last_c, last_U, last_share = going, (c >= 0).to(tl.int32) * 0, c, c, c
     while going:
         z = size * c
         clipped = z >= room
@@ -389,7 +388,7 @@ def _solve_plainly(row, cols, n, v, e, P: tl.constexpr, LOW: tl.constexpr, UP: t
             factor = _curved(least, last_c / c, last_U / U, P)
         factor = tl.where(factor > 0, factor, least)
         going = fine & (tl.abs(factor - 1) > 3e-4) & (count < 8)
-        last_c, last_U = c, U
+        last_c, last_U, last_share = c, U, tl.maximum(1 - C, 1e-3)
         c *= factor
         count += 1
     fine = fine & (count < 9) & (c > 1e-25) & (c < 1e25)
@@ -397,12 +396,19 @@ def _solve_plainly(row, cols, n, v, e, P: tl.constexpr, LOW: tl.constexpr, UP: t
     k = K.to(tl.float32)
     # Once more from the cache, instead of registers that are needed above.
     x, delta, lower, upper = _load(row, cols, n, LOW, UP, False, True)
-    kept = tl.minimum(tl.maximum(delta * k + x, lower), upper)
-    norm = _root(tl.sum(_power(tl.abs(kept - x) * inv, P, False)), P) / (e * inv)
+    norm, count, going = e * 0, count * 0, fine
+    while going:
+        kept = tl.minimum(tl.maximum(delta * k + x, lower), upper)
+        norm = _root(tl.sum(_power(tl.abs(kept - x) * inv, P, False)), P) / (e * inv)
+        count += 1
+        going = (tl.abs(norm - 1) > 1.5e-7) & (count < 4)
+        k = tl.where(going, k * (1 + (1 - norm) / last_share), k).to(tl.float32)
     fine = fine & (tl.abs(norm - 1) <= 1.5e-7)
+    kept = tl.minimum(tl.maximum(delta * k + x, lower), upper)
     if fine:
         tl.store(v + cols, kept.to(DTYPE), mask=cols < n)
-    return tl.where(fine, k.to(tl.float64), float("nan"))
+    # What is written is right; but near the reach that leaves eta more room, which it is now known to have used.
+    return tl.where(fine, k.to(tl.float64) * (1 + (1 - norm) / last_share), float("nan"))
 
 
 @triton.jit
@@ -456,7 +462,7 @@ def _solve_rows(
             K = e / tl.where(short, 1.0, top)
         else:
             c = _root(target / total, P) / top
-            lo, hi, last_c, last_U, count, going = c, c * 0 + HUGE, c, c * 0, (c * 0).to(tl.int32), most >= target
+            lo, hi, last_c, last_U, count, going = c, c * 0 + INF, c, c * 0, (c >= 0).to(tl.int32) * 0, most >= target
             short = most < target
             corner = most + target * (8 * P * ULP) < target
             C = most
@@ -464,7 +470,7 @@ def _solve_rows(
                 first, rest = _split(c, DOUBLE)
                 c = first.to(tl.float64) * rest.to(tl.float64)
                 U, C = _pass(held, row, n, c, inv, False, P, SUMS, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
-                fine = (C < target) & (U > 0)
+                fine = (C < target) & (U > 1e-290)
                 some_U = tl.where(fine, U, 1.0)
                 root = tl.where(fine, c * _root(tl.where(fine, (target - C) / some_U, 1.0), P), lo)
                 above = U + C >= target
@@ -476,16 +482,19 @@ def _solve_rows(
                 else:
                     factor = _curved(least, _real(last_c / c, DOUBLE), _real(last_U / some_U, DOUBLE), P)
                 guess = c * factor.to(tl.float64)
-                guess = tl.where((guess >= lo) & (guess <= hi), guess, root)
+                guess = tl.where((guess >= lo) & (guess <= hi), guess, tl.minimum(root, hi))
                 arrived = fine & (tl.abs(guess - c) <= SETTLED * guess)
                 astray = ~fine | ((count >= NEWTON_PASSES) & (count % 2 == 1))
-                middle = tl.where(hi < HUGE, tl.sqrt(lo) * tl.sqrt(hi), tl.minimum(c * (16.0 + count * count), HUGE))
+                if astray & ~arrived & (hi >= INF):
+                    farthest, _ = _pass(held, row, n, c, inv, False, P, CEILING, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
+                    hi = farthest * inv.to(tl.float64)
+                middle = tl.sqrt(lo) * tl.sqrt(hi)
                 last_c, last_U = c, some_U
                 c = tl.where(astray & ~arrived, middle, guess)
                 count += 1
                 going = ~arrived & (hi - lo > lo * SETTLED) & (count < MAX_PASSES)
                 # Next to the reach, what is missing is but rounding.
-                short = ~going & (U < 1e-3 * target) & (hi >= HUGE)
+                short = ~going & (U < 1e-3 * target) & (hi >= INF)
             K = c / inv.to(tl.float64)
             slope = tl.maximum(1 - C / target, ULP)
         if short:
@@ -564,7 +573,7 @@ def _start(
         goal = tl.minimum(_real(target * SIZE / n, DOUBLE), 0.997 * most)
         fine = fine & (total > 1e-30) & (total < 1e30)
         c = _root(goal / tl.where(fine, total, 1.0), P)
-        U, C, count, going = goal, goal * 0, (goal * 0).to(tl.int32), fine
+        U, C, count, going = goal, goal * 0, (goal >= 0).to(tl.int32) * 0, fine
         while going:
             z = size * c
             clipped = z >= room
@@ -666,16 +675,17 @@ def _nodes(
     # The row's last program.
     tl.store(counts + index * 4, 0)
     j = tl.arange(0, NODES)
-    totals = tl.zeros((NODES,), tl.float64)
-    for start in range(0, parts, 256):
-        where = start + tl.arange(0, 256)
+    found = tl.zeros((NODES, 64), tl.float64)
+    for start in range(0, parts, 64):
+        where = start + tl.arange(0, 64)
         there = partials + index * NODES * parts + j[:, None] * parts + where[None, :]
         written = (where < parts)[None, :] & (j < (1 if P == INF else NODES))[:, None]
         some = tl.load(there, mask=written, other=0.0, cache_modifier=".cg")
         if P == INF:
-            totals = tl.maximum(totals, tl.max(some, axis=1))
+            found = tl.maximum(found, some)
         else:
-            totals += tl.sum(some, axis=1)
+            found += some
+    totals = tl.max(found, axis=1) if P == INF else tl.sum(found, axis=1)
     e = tl.load(eps + index * eps_row)
     inv, target = _units(e, P, DOUBLE)
     share = target * 0 + 1
@@ -819,9 +829,9 @@ def _write(
             right = (norm + SLACK <= 1) & (held | (norm + 2 * CLOSE >= 1))
         else:
             right = (tl.abs(norm - 1) <= CLOSE) | (held & (norm < INF))
-        found = free if HALF else K
-        found = tl.where(held, 1.0, found)
-        K *= 1 + tl.minimum(tl.maximum((aim / norm - 1) / tl.load(state + SHARE), -0.5), 0.5)
+        share = tl.load(state + SHARE)
+        found = tl.where(held, 1.0, free if HALF else K * (1 + (1 / norm - 1) / share))
+        K *= 1 + tl.minimum(tl.maximum((aim / norm - 1) / share, -0.5), 0.5)
         tl.store(state + KEPT, K)
     else:
         U, C = tl.sum(totals), tl.sum(others)
@@ -1148,6 +1158,7 @@ def _block(n: int, kinds: dict[str, Any]) -> dict[str, Any]:
 
 # How a program goes through its part of a long row, and how far ahead it loads.
 AT_NODES = {"SEGMENT": 8192, "CHUNK": 512, "STAGES": 4, "num_warps": 4}
+VERY_LONG, MORE = 2**22, {"SEGMENT": 32768}  # fewer parts to add up
 IN_WRITE = {"SEGMENT": 4096, "CHUNK": 1024, "num_warps": 4}
 
 
@@ -1203,15 +1214,16 @@ def solve(
     half = {"HALF": x.dtype.itemsize == 2}
     flags = status
     if n > LONGEST:
-        parts, pieces = (-(-n // shape["SEGMENT"]) for shape in (AT_NODES, IN_WRITE))
+        at_nodes = AT_NODES if n < VERY_LONG else {**AT_NODES, **MORE}
+        parts, pieces = (-(-n // shape["SEGMENT"]) for shape in (at_nodes, IN_WRITE))
         state = torch.empty((rows, STATE.value), dtype=torch.float64, device=x.device)
         flags, counts = torch.empty((2, rows, 4), dtype=torch.int32, device=x.device)  # each aligned as the code is for
         partials = torch.empty((rows, NODES.value, max(parts, pieces)), dtype=torch.float64, device=x.device)
         shared = state, flags, counts, partials
-        sample = {"SIZE": SAMPLE, "RUN": SAMPLE_RUN, "num_warps": SAMPLE // 1024}
+        sample = {"SIZE": SAMPLE, "RUN": SAMPLE_RUN, "num_warps": max(1, SAMPLE // 1024)}
         _launch(_start, rows, (*given, *shared[:3]), {"P": p, **kinds, **sample}, key)
         for last in (False, True):
-            found = {**options, **AT_NODES, "LAST": last}
+            found = {**options, **at_nodes, "LAST": last}
             _launch(_nodes, rows * parts, (*given, *shared, parts), found, (last, key))
         for _ in range(2):
             arguments = *given, v, eta, status, *shared, pieces
