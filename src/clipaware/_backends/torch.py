@@ -1,4 +1,5 @@
-"""PyTorch: derivatives in closed form around a solver of plain tensor operations, or on a CPU of NumPy's.
+"""PyTorch: derivatives in closed form around a solver of kernels, on a CPU NumPy's and on an NVIDIA GPU Triton's, or of
+plain tensor operations elsewhere.
 
 Eagerly, an ``autograd.Function`` whose backward runs on blocks of rows and saves nothing but the inputs and a number
 or two per row. Dynamo does not take a Function with forward mode, so under ``torch.compile`` the solve is one opaque
@@ -199,7 +200,7 @@ def ndim(a: Array) -> int:
 
 def number(value: Any, like: Array) -> Array:
     """A bound for all rows and elements. Not to be written to: on a GPU it is kept for the next call."""
-    plain = type(like) in (torch.Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+    plain = type(like) in (torch.Tensor, torch.nn.Parameter) and not _is_traced(like)
     # What is made while a graph is captured belongs to that graph.
     if plain and like.is_cuda and not torch.cuda.is_current_stream_capturing():
         return _kept_number(float(value), like.dtype, like.device)
