@@ -97,6 +97,17 @@ def test_gradients(gpu, p):
             np.testing.assert_allclose(bar, other, rtol=1e-9, atol=1e-11)
 
 
+def test_a_gradient_that_is_infinite(gpu):
+    """Where everything is clipped, a bound has nothing of what the other one is pulled by."""
+    x, delta = problem(rows=2)
+    g = np.ones_like(x)
+    g[:, 5], delta[:, 5] = math.inf, 1.0
+    eps = 2 * ca.reach(x, delta)[:, 0]
+    *_, lower_bar, upper_bar = gpu.gradients(x, delta, eps, np.zeros_like(x), np.ones_like(x), g)
+    np.testing.assert_array_equal(lower_bar, delta < 0)
+    np.testing.assert_array_equal(upper_bar, np.where(delta > 0, g, 0))
+
+
 def test_gradient_of_the_scale(gpu):
     x, delta = problem()
     x = 0.1 + 0.8 * x

@@ -445,7 +445,9 @@ def _backward(saved: Any, p: float, g: Any, h: Any, needs: Any) -> list[Any]:
         up = torch.zeros((1, 1), dtype=x.dtype, device=x.device) if g is None else g
         wanted = needs[0], needs[1], needs[3] or needs[4]
         x_bar, delta_bar, eps_bar, c_bar = kernels.vjp(x, delta, eps, lower, upper, p, eta, status, up, h, wanted)
-        found = x_bar, delta_bar, eps_bar, *((c_bar * (delta < 0), c_bar * (delta > 0)) if wanted[2] else (None, None))
+        lost = torch.isnan(eta)
+        of_bounds = [torch.where(ahead | lost, c_bar, 0.0) if wanted[2] else None for ahead in (delta < 0, delta > 0)]
+        found = x_bar, delta_bar, eps_bar, *of_bounds
         return [
             bar.sum_to_size(a.shape).to(a.dtype) if need else None
             for bar, a, need in zip(found, saved[:5], needs[:5], strict=True)

@@ -43,11 +43,11 @@ LOOK = tl.constexpr(0)  # the largest |delta|, infinite if anything makes no sen
 BEGIN = tl.constexpr(1)  # the sum of (k*|delta|)^p, and of the rooms' powers
 SUMS = tl.constexpr(2)  # the sums of what is not clipped, and of what is
 NORM = tl.constexpr(3)  # of the array as written
-CEILING = tl.constexpr(4)  # the scale at which all is clipped
-ABLE = tl.constexpr(5)  # the largest |delta| that has room for eps
-ROOM = tl.constexpr(6)  # the largest room
-NEARLY = tl.constexpr(8)  # the same in the working precision
-FILLED = tl.constexpr(7)  # the sum of (k*room)^p
+NEARLY = tl.constexpr(4)  # the same in the working precision
+CEILING = tl.constexpr(5)  # the scale at which all is clipped
+ABLE = tl.constexpr(6)  # the largest |delta| that has room for eps
+ROOM = tl.constexpr(7)  # the largest room
+FILLED = tl.constexpr(8)  # the sum of (k*room)^p
 
 # What became of a long row.
 CARE = tl.constexpr(0)  # left to `_solve_rows`
@@ -63,8 +63,7 @@ MODES = {"equal": 0, "at_most": 1, "at_least": 2}
 NODES = tl.constexpr(8)
 
 # What is known of a long row: float64 numbers at these places.
-SCALE, WIDTH, SHARE, INV, FIRST, REST, RESTS = (tl.constexpr(i) for i in (0, 1, 2, 3, 4, 5, 8))
-KEPT = tl.constexpr(6)
+SCALE, WIDTH, SHARE, INV, FIRST, REST, KEPT, RESTS = (tl.constexpr(i) for i in (0, 1, 2, 3, 4, 5, 6, 8))
 STATE = tl.constexpr(16)
 
 
@@ -134,11 +133,6 @@ def _units(eps, P: tl.constexpr, DOUBLE: tl.constexpr):
 @triton.jit
 def _add(a0, a1, b0, b1):
     return a0 + b0, a1 + b1
-
-
-@triton.jit
-def _most(a0, a1, b0, b1):
-    return tl.maximum(a0, b0), tl.maximum(a1, b1)
 
 
 @triton.jit
@@ -499,9 +493,7 @@ def _solve_rows(
             slope = tl.maximum(1 - C / target, ULP)
         if short:
             most_K, _ = _pass(held, row, n, K, inv, False, P, CEILING, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
-            K = tl.where(corner, most_K, tl.minimum(K, most_K) if P != INF else most_K)
-            if P != INF:
-                K = tl.where(most < target, most_K, K)
+            K = most_K if P == INF else tl.where(most < target, most_K, tl.minimum(K, most_K))
     code = tl.where(corner, UNREACHABLE, REGULAR)
     if AT_MOST:
         code = tl.where(K > 1, HELD, code)
@@ -936,7 +928,8 @@ def _pull_pass(
             else:
                 one, two = one + more, two + other
     if WHAT == TOP:
-        one, two = tl.reduce((one, two), 0, _most)
+        one = tl.max(one, 0)
+        two = one
     else:
         one, two = tl.reduce((one, two), 0, _add)
     return one, two
