@@ -196,6 +196,12 @@ def torch_speed(quick: bool) -> Iterator[Row]:
                 yield ratio(times, f"{other}{suffix}", f"clipaware{suffix}", **where)
 
 
+def jax_naive(x: Any, delta: Any, eps: Any) -> Any:
+    import jax.numpy as jnp
+
+    return jnp.clip(x + eps / jnp.linalg.norm(delta, axis=1, keepdims=True) * delta, 0, 1)
+
+
 @case
 def jax_speed(quick: bool) -> Iterator[Row]:
     """JAX on the CPU under jit: forward, and value and gradient, beside naive scaling and the paper's code."""
@@ -206,9 +212,6 @@ def jax_speed(quick: bool) -> Iterator[Row]:
     for (rows, n), repeats in (((256, 3072), 25), ((64, 150_528), 7)):
         x, delta = (jnp.asarray(a) for a in problem(rows, n))
         eps = usual_eps(n, 2)
-
-        def naive(x: Any, delta: Any, eps: Any) -> Any:
-            return jnp.clip(x + eps / jnp.linalg.norm(delta, axis=1, keepdims=True) * delta, 0, 1)
 
         def published(x: Any, delta: Any, eps: Any) -> Any:
             return jnp.clip(x + paper(x, delta, eps) * delta, 0, 1)
@@ -221,7 +224,7 @@ def jax_speed(quick: bool) -> Iterator[Row]:
 
         where: Row = {"rows": rows, "n": n, "dtype": "float32", "p": 2}
         functions: dict[str, Callable[[], Any]] = {}
-        for name, function in (("clipaware", ca.perturb), ("naive", naive), ("paper", published)):
+        for name, function in (("clipaware", ca.perturb), ("naive", jax_naive), ("paper", published)):
             for suffix, transformed in (("", function), (", and gradient", both_ways(function))):
                 functions[name + suffix] = ready(jax.jit(transformed))
                 start = time.perf_counter()
@@ -320,6 +323,28 @@ def gpu_timed(functions: dict[str, Callable[[], Any]], repeats: int) -> Times:
     return {name: tuple(np.percentile(values, (25, 50, 75))) for name, values in taken.items()}
 
 
+def gpu_functions(x: Any, delta: Any, eps: float, compiled: Any) -> dict[str, Callable[[], Any]]:
+    """`perturb` and what it stands beside, of tensors on a GPU; `compiled` is torch.compile of `gpu_naive`."""
+    import torch
+
+    out = torch.empty_like(x)
+    return {
+        "clipaware": lambda: ca.perturb(x, delta, eps),
+        "floor": lambda: torch.add(x, delta, out=out),
+        "naive": lambda: gpu_naive(x, delta, eps),
+        "naive, compiled": lambda: compiled(x, delta, eps),
+        "paper": lambda: gpu_paper(x, delta, eps),
+    }
+
+
+def gpu_naive(x: Any, delta: Any, eps: float) -> Any:
+    return (x + eps / delta.norm(dim=1, keepdim=True) * delta).clamp(0, 1)
+
+
+def gpu_paper(x: Any, delta: Any, eps: float) -> Any:
+    return (x + l2_clipping_aware_rescaling(x, delta, eps) * delta).clamp(0, 1)
+
+
 @case
 def gpu_speed(quick: bool) -> Iterator[Row]:
     """PyTorch on a GPU, beside an addition, naive scaling (also compiled) and the paper's algorithm; needs a GPU."""
@@ -332,23 +357,11 @@ def gpu_speed(quick: bool) -> Iterator[Row]:
     for rows, n in (*sizes, (8, 4_000_000), (1, 30_000_000)):
         torch.manual_seed(0)
         x, delta = torch.rand(rows, n, device="cuda"), torch.randn(rows, n, device="cuda")
-        eps, out = usual_eps(n, 2), torch.empty_like(x)
+        eps = usual_eps(n, 2)
         heavy = torch.tan(torch.pi * (torch.rand_like(x) - 0.5))  # Cauchy
-
-        def naive(x: Any, delta: Any, eps: float = eps) -> Any:
-            return torch.clamp(x + eps / delta.norm(dim=1, keepdim=True) * delta, 0, 1)
-
-        def paper(x: Any, delta: Any, eps: float = eps) -> Any:
-            return torch.clamp(x + l2_clipping_aware_rescaling(x, delta, eps) * delta, 0, 1)
-
-        compiled: Any = torch.compile(naive)
         most = ca.reach(x, delta)[:, 0].double() * 0.99
         functions: dict[str, Callable[[], Any]] = {
-            "clipaware": lambda: ca.perturb(x, delta, eps),  # noqa: B023
-            "floor": lambda: torch.add(x, delta, out=out),  # noqa: B023
-            "naive": lambda: naive(x, delta),  # noqa: B023
-            "naive, compiled": lambda: compiled(x, delta),  # noqa: B023
-            "paper": lambda: paper(x, delta),  # noqa: B023
+            **gpu_functions(x, delta, eps, torch.compile(gpu_naive)),
             "clipaware, Cauchy": lambda: ca.perturb(x, heavy, eps),  # noqa: B023
             "clipaware, 99% of the reach": lambda: ca.perturb(x, delta, most),  # noqa: B023
         }
@@ -360,13 +373,15 @@ def gpu_speed(quick: bool) -> Iterator[Row]:
             yield ratio(times, over, under, **where)
         for other in ("naive", "naive, compiled", "paper"):
             yield ratio(times, other, "clipaware", **where)
-        spent = []
-        for _ in range(200):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            ca.perturb(x, delta, eps)
-            spent.append(time.perf_counter() - start)
-        yield {**where, "variant": "clipaware", "quantity": "host", "value": 1e6 * np.median(spent), "unit": "us"}
+        for name in ("clipaware", "naive"):
+            spent = []
+            for _ in range(10):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(20):
+                    functions[name]()
+                spent.append((time.perf_counter() - start) / 20)
+            yield {**where, "variant": name, "quantity": "host", "value": 1e6 * np.median(spent), "unit": "us"}
         error = (torch.linalg.vector_norm((ca.perturb(x, delta, eps).double() - x), dim=1) / eps - 1).abs().max().item()
         yield {**where, "variant": "clipaware", "quantity": "norm error", "value": error, "unit": "of eps"}
         if (rows, n) != (256, 150_528):
@@ -381,13 +396,10 @@ def gpu_speed(quick: bool) -> Iterator[Row]:
         times = gpu_timed(halves, repeats)
         yield ratio(times, "clipaware, bfloat16", "clipaware", **where)
 
-        def exact(x: Any, delta: Any, eps: float = eps) -> Any:
-            return ca.perturb(x, delta, eps)
-
         def both_ways(function: Any) -> Callable[[], Any]:
-            return lambda: torch.autograd.grad(function(x, leaf), leaf, g)  # noqa: B023
+            return lambda: torch.autograd.grad(function(x, leaf, eps), leaf, g)  # noqa: B023
 
-        named = {"clipaware": exact, "naive": naive, "paper": paper}
+        named = {"clipaware": ca.perturb, "naive": gpu_naive, "paper": gpu_paper}
         both = {f"{name}, and backward": both_ways(function) for name, function in named.items()}
         times = gpu_timed(both, repeats)
         yield from time_rows(times, **where)
@@ -445,6 +457,66 @@ def compared(rows: int, n: int, repeats: int) -> Iterator[Row]:
         "paper": lambda: np.clip(x + paper(x, delta, eps) * delta, 0, 1),
     }
     yield from time_rows(timed(functions, repeats), rows=rows, n=n, dtype="float32", p=2)
+
+
+@case
+def jax_gpu_speed(quick: bool) -> Iterator[Row]:
+    """JAX on a GPU under jit, beside naive scaling and beside PyTorch's kernels, called and waited for; needs a GPU."""
+    try:
+        import jax
+        import torch
+    except ImportError:
+        return
+    if jax.default_backend() != "gpu" or not torch.cuda.is_available():
+        return
+
+    for rows, n in ((1024, 3072), (64, 150_528), (256, 150_528)):
+        x, delta = (jax.device_put(a) for a in problem(rows, n))
+        of_torch = [torch.tensor(np.asarray(a), device="cuda") for a in (x, delta)]
+        eps = usual_eps(n, 2)
+        exact, naive = jax.jit(ca.perturb), jax.jit(jax_naive)
+
+        def waited(x: Any, delta: Any, eps: float = eps) -> None:
+            ca.perturb(x, delta, eps)
+            torch.cuda.synchronize()
+
+        functions: dict[str, Callable[[], Any]] = {
+            "clipaware": lambda: exact(x, delta, eps).block_until_ready(),  # noqa: B023
+            "naive": lambda: naive(x, delta, eps).block_until_ready(),  # noqa: B023
+            "clipaware, PyTorch": lambda: waited(of_torch[0], of_torch[1]),  # noqa: B023
+        }
+        times = timed(functions, 2 if quick else 15)
+        where: Row = {"rows": rows, "n": n, "dtype": "float32", "p": 2}
+        yield from time_rows(times, **where)
+        for other in ("naive", "clipaware, PyTorch"):
+            yield ratio(times, "clipaware", other, **where)
+        error = np.abs(norm64(np.asarray(exact(x, delta, eps)), np.asarray(x), 2) / eps - 1).max()
+        yield {**where, "variant": "clipaware", "quantity": "norm error", "value": error, "unit": "of eps"}
+
+
+def gpu_compared(sizes: list[tuple[int, int]], repeats: int) -> Iterator[Row]:
+    """Times for the plots."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    compiled = torch.compile(gpu_naive, dynamic=True)
+    for rows, n in sizes:
+        x, delta = torch.rand(rows, n, device="cuda"), torch.randn(rows, n, device="cuda")
+        functions = gpu_functions(x, delta, usual_eps(n, 2), compiled)
+        yield from time_rows(gpu_timed(functions, repeats), rows=rows, n=n, dtype="float32", p=2)
+
+
+@case
+def gpu_by_length(quick: bool) -> Iterator[Row]:
+    """Time against the length of 64 rows; PyTorch on a GPU, float32, p = 2; needs a GPU."""
+    yield from gpu_compared([(64, 4**k) for k in range(4, 8 if quick else 12)], 3 if quick else 15)
+
+
+@case
+def gpu_by_rows(quick: bool) -> Iterator[Row]:
+    """Time against the number of rows of 3072 elements; PyTorch on a GPU, float32, p = 2; needs a GPU."""
+    yield from gpu_compared([(4**k, 3072) for k in range(4 if quick else 9)], 3 if quick else 15)
 
 
 @case

@@ -10,8 +10,9 @@ Results = dict[str, list[dict[str, str]]]
 STYLES = {
     "paper": ("the paper's code", "tab:orange", "s"),
     "naive": ("naive scaling", "tab:red", "^"),
+    "naive, compiled": ("naive scaling, torch.compile", "tab:pink", "v"),
     "clipaware": ("clipaware", "tab:blue", "o"),
-    "floor": ("np.add(x, delta, out=...)", "0.5", "."),
+    "floor": ("add(x, delta, out=...)", "0.5", "."),
 }
 
 
@@ -75,20 +76,32 @@ def gpu_table(results: Results) -> str:
 
 def draw(results: Results, folder: Path) -> list[Path]:
     """Time per element against length and against rows, as far as they have been measured."""
-    if not (results["by_length"] and results["by_rows"]):
-        return []
+    figures = (
+        ("speed.png", "NumPy", "by_length", "by_rows", 16),
+        ("gpu_speed.png", "PyTorch on a GPU", "gpu_by_length", "gpu_by_rows", 64),
+    )
+    return [
+        _drawn(results, folder / file, what, (by_length, by_rows), rows)
+        for file, what, by_length, by_rows, rows in figures
+        if results[by_length] and results[by_rows]
+    ]
+
+
+def _drawn(results: Results, path: Path, what: str, cases: tuple[str, str], rows: int) -> Path:
     from matplotlib.figure import Figure
 
     figure: Any = Figure(figsize=(10, 4.4), dpi=110, layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    panels = (("by_length", "n", "elements in each of 16 rows"), ("by_rows", "rows", "rows of 3072 elements"))
-    for axis, (case, column, label) in zip(axes, panels, strict=True):
+    columns = (("n", f"elements in each of {rows} rows"), ("rows", "rows of 3072 elements"))
+    for axis, case, (column, label) in zip(axes, cases, columns, strict=True):
         for variant, (name, colour, marker) in STYLES.items():
-            rows = [row for row in results[case] if row["variant"] == variant]
-            where = [int(row[column]) for row in rows]
-            per_element = [1e6 / (int(row["rows"]) * int(row["n"])) for row in rows]
+            points = [row for row in results[case] if row["variant"] == variant]
+            if not points:
+                continue
+            where = [int(row[column]) for row in points]
+            per_element = [1e6 / (int(row["rows"]) * int(row["n"])) for row in points]
             low, middle, high = (
-                [float(row[key]) * scale for row, scale in zip(rows, per_element, strict=True)]
+                [float(row[key]) * scale for row, scale in zip(points, per_element, strict=True)]
                 for key in ("low", "value", "high")
             )
             axis.plot(where, middle, color=colour, marker=marker, markersize=5, label=name)
@@ -97,8 +110,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("nanoseconds per element")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    figure.suptitle(f"NumPy, float32, p = 2 ({results['by_length'][0]['device']}); medians and quartiles")
-    path = folder / "speed.png"
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+    figure.suptitle(f"{what}, float32, p = 2 ({results[cases[0]][0]['device']}); medians and quartiles")
     figure.savefig(path)
-    return [path]
+    return path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from clipaware.reference import directions, norm64
 xp = pytest.importorskip("array_api_strict", reason="array-api-strict is not installed")
 pytest.importorskip("array_api_compat", reason="array-api-compat is not installed")
 from clipaware._backends import array_api  # noqa: E402
+
+torch_backend = pytest.importorskip("clipaware._backends.torch", reason="PyTorch is not installed")
 
 CPU, OTHER = xp.Device("CPU_DEVICE"), xp.Device("device1")
 rng = np.random.default_rng(0)
@@ -237,3 +240,46 @@ except ImportError as error:
     assert done.stdout.strip() == (
         "arrays of this type need the package array-api-compat: pip install 'clipaware[array-api]'"
     )
+
+
+def test_cupys_memory_is_lent_to_kernels(monkeypatch):
+    """CuPy by a stand-in whose arrays are on the CPU, where PyTorch shares their memory as it would on a GPU."""
+
+    class Array(np.ndarray):
+        __module__ = "cupy"
+
+        def __dlpack__(self, **_):
+            assert min(self.strides, default=0) >= 0
+            lent.append(self)
+            return np.asarray(self).__dlpack__()
+
+    def array(a, dtype=np.float64):
+        return np.array(a, dtype).view(Array)
+
+    lent, cupy = [], types.ModuleType("cupy")
+    cupy.ndarray, cupy.from_dlpack = Array, lambda a: a.numpy().view(Array)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(_dispatch._known, Array, (array_api, "cupy"))
+    monkeypatch.setattr(torch_backend, "gpu_kernels", lambda: ...)
+    x, delta, g, low = array(X), array(D)[:, ::-1], array(G), array(np.zeros(50))
+    options = {"p": 3, "bounds": (low, np.ones(50))}
+    plain = np.array(X), np.array(delta), EPS
+    for function, more in ((ca.perturb, ()), (ca.rescale, ()), (ca.report, ()), (ca.perturb_vjp, (np.array(G),))):
+        found = function(x, delta, array(EPS), *map(array, more), **options)
+        expected = function(*plain, *more, p=3, bounds=(np.zeros(50), np.ones(50)))
+        pairs = [(found, expected)] if isinstance(found, Array) else zip(*map(_listed, (found, expected)), strict=True)
+        for a, b in pairs:
+            assert type(a) is Array
+            np.testing.assert_allclose(np.asarray(a), b, rtol=1e-12)
+    assert len(lent) == 4 * 4 + 1
+    assert type(ca.perturb(x=x, delta=delta, eps=EPS)) is Array
+    with pytest.raises(TypeError, match=r"delta is a numpy array, expected a cupy array to match x"):
+        ca.perturb(x, D, 0.3)
+    with pytest.raises(TypeError, match=r"eps is a torch array, expected a number, a NumPy array or a cupy array"):
+        ca.perturb(x, delta, torch_backend.torch.tensor(0.3))
+    with pytest.raises(ValueError, match=r"grad has shape \(4, 49\)"):
+        ca.perturb_vjp(x, delta, 0.3, g[:, 1:])
+
+
+def _listed(found):
+    return found if isinstance(found, tuple) else list(vars(found).values())

@@ -61,7 +61,9 @@ def test_values(expected, be, p, mode, dtype):
         options = {"p": p, "bounds": bounds, "dtype": dtype}
         np.testing.assert_allclose(be.reach(x, delta, **options), reach, rtol=1e-15 if dtype == "float64" else 2.5e-7)
         mine = be.perturb(x, delta, eps, mode=mode, **options).astype(float)
-        assert (np.abs(mine - v) <= V_ATOL[dtype]).all(), kind
+        # A GPU's kernels measure a norm in float32.
+        single = 2 if be.name in ("cuda", "cupy") and dtype == "float32" else 1
+        assert (np.abs(mine - v) <= V_ATOL[dtype] * single).all(), kind
         scale = be.rescale(x, delta, eps, mode=mode, **options).astype(float)
         assert (np.abs(scale - eta) <= ETA_RTOL[dtype] * eta).all(), kind
 

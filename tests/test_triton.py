@@ -168,6 +168,77 @@ def test_misleading_rows(gpu):
         np.testing.assert_allclose(norm64(v, x, 2), reach * share, rtol=2e-14)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("p", [1, 2, math.inf])
+def test_half_precision_has_the_nearest_norm(gpu, p, dtype):
+    if dtype == "bfloat16" and kernels.INTERPRETED:
+        pytest.skip("Triton's interpreter does not round to bfloat16 as a GPU does")
+    x, delta = problem(rows=3, dtype=dtype)
+    eps = ca.reach(x, delta, p=p)[:, 0] * np.array([0.05, 0.3, 0.8])
+    v, eta = gpu.perturb(x, delta, eps, p=p, dtype=dtype).astype(float), ca.rescale(x, delta, eps, p=p)
+    for i in range(3):
+        # Every array on the ray near the solution, by a grid finer than its steps.
+        grid = (eta[i] * np.linspace(0.97, 1.03, 20_001)).astype(np.float32)[:, None]
+        ray = np.clip(x[i] + grid * delta[i], 0, 1).astype(np.float32).astype(NUMPY_DTYPES[dtype]).astype(float)
+        best = np.abs(norm64(ray, np.broadcast_to(x[i], ray.shape), p) / eps[i] - 1).min()
+        assert abs(norm64(v[i : i + 1], x[i : i + 1], p)[0] / eps[i] - 1) <= max(best, 2e-7) + 1e-8
+
+
+@pytest.mark.parametrize("gpu", ["long"], indirect=True)
+@pytest.mark.parametrize(("share", "dtype"), [(0.4, "bfloat16"), (0.4, "float64"), (0.99, "float32"), (1.2, "float32")])
+def test_programs_that_share_a_row_finish_it(gpu, share, dtype, monkeypatch):
+    """And leave nothing to be done by one program, which would take many times as long."""
+    rng = np.random.default_rng(0)
+    x, delta = (
+        a.astype(NUMPY_DTYPES[dtype]).astype(float) for a in (rng.random((2, 9000)), rng.standard_normal((2, 9000)))
+    )
+    for name, size in (("SAMPLE", 2048), ("SAMPLE_RUN", 64)):
+        monkeypatch.setattr(kernels, name, size)
+    for name in ("AT_NODES", "IN_WRITE"):
+        monkeypatch.setattr(kernels, name, {**getattr(kernels, name), "SEGMENT": 1024, "CHUNK": 512})
+    left, launch = [], kernels._launch
+
+    def watched(kernel, programs, arguments, *rest):
+        if kernel is kernels._solve_rows:
+            left.append((arguments[-1][:, 0] != kernels.DONE.value).sum().item())
+        launch(kernel, programs, arguments, *rest)
+
+    monkeypatch.setattr(kernels, "_launch", watched)
+    eps = ca.reach(x, delta)[:, 0] * share
+    found = gpu.perturb(x, delta, eps, dtype=dtype)
+    assert left == [0]
+    np.testing.assert_allclose(
+        found.astype(float), ca.perturb(x, delta, eps), atol=1e-5 if dtype != "bfloat16" else 1e-2
+    )
+    if dtype == "float64":
+        np.testing.assert_allclose(gpu.rescale(x, delta, eps, dtype=dtype), ca.rescale(x, delta, eps), rtol=1e-12)
+        assert left == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("eps", "bounds"), [(0.7, (0, 1)), (5e-324, (-0.3, 1.1)), (1e-310, (None, None)), (0.1, (None, 5e-324))]
+)
+def test_numbers(gpu, eps, bounds):
+    """Those of eps and bounds are arguments of kernels, unless they are subnormal."""
+    x, delta = problem(rows=2)
+    x = x if bounds[1] != 5e-324 else -x
+    arrays = [torch.tensor(a, device=GPU) for a in (x, delta)]
+    found = ca.perturb(*arrays, eps, bounds=bounds).cpu().numpy()
+    np.testing.assert_allclose(found, ca.perturb(x, delta, eps, bounds=bounds), rtol=0, atol=1e-13)
+    found = ca.report(*arrays, eps, bounds=bounds)
+    for name, expected in vars(ca.report(x, delta, eps, bounds=bounds)).items():
+        np.testing.assert_allclose(getattr(found, name).cpu().numpy(), expected, rtol=1e-9, atol=1e-300)
+    if eps == 0.7 and bounds == (0, 1):
+        with pytest.raises(ca.UnreachableError, match="eps 99 > reach"):
+            ca.perturb(*arrays, 99, unreachable="raise")
+
+
+def test_a_bound_is_rounded_as_x_is(gpu):
+    x, delta = problem(rows=2, dtype="bfloat16")
+    v = gpu.perturb(0.3 * x, np.abs(delta), 99.0, bounds=(0, 0.3), dtype="bfloat16").astype(float)
+    assert set(v[delta != 0]) == {float(np.array(0.3, NUMPY_DTYPES["bfloat16"]))}
+
+
 def test_layouts(gpu):
     """Transposed and sliced input, and a gradient that is broadcast."""
     x, delta = problem()

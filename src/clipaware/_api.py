@@ -288,7 +288,7 @@ def report(
     v, eta, status = _solve(problem, mode, unreachable, write=True)
     norm, naive_norm, clipped = be.summary(*problem[1:7], v)
     reached = be.reach(*problem[1:3], *problem[4:7])
-    per_sample = be.broadcast_to(problem.eps, be.shape(eta))
+    per_sample = be.where(status == status, problem.eps, eta)  # one for all samples becomes one for each
     found = [be.result(a, problem.x) for a in (per_sample, eta, norm, naive_norm, reached, clipped)]
     return Report(*(be.reshape(a, problem.kept) for a in (*found, ~_missed(problem, status))))
 

@@ -100,35 +100,57 @@ def described(a: Any) -> str:
 
 
 def public(function: Callable[Params, Result]) -> Callable[Params, Result]:
-    """Let a function take EagerPy tensors and return them, if x is one. EagerPy is not imported for that."""
+    """Let a function take arrays that others lend their code, and return such: EagerPy's tensors, which wrap another
+    framework's, and CuPy's arrays, whose memory PyTorch's kernels can work on. Nothing is imported for the question."""
     names = tuple(signature(function).parameters)
 
     @wraps(function)
     def called(*args: Params.args, **kwargs: Params.kwargs) -> Result:
+        x = args[0] if args else kwargs.get("x")
         eagerpy = sys.modules.get("eagerpy")
-        if eagerpy is None or not isinstance(args[0] if args else kwargs.get("x"), eagerpy.Tensor):
+        lend: Callable[[Any], Any]
+        if eagerpy is not None and isinstance(x, eagerpy.Tensor):
+            kind, what, lend, back = eagerpy.Tensor, "an EagerPy tensor", lambda a: a.raw, eagerpy.astensor
+        elif framework_of(x) == "cupy" and (torch := _torch_with_kernels()) is not None:
+            cupy: Any = sys.modules["cupy"]
+            kind, what, lend, back = cupy.ndarray, "a cupy array", _shared(torch.from_dlpack), cupy.from_dlpack
+        else:
             return function(*args, **kwargs)
 
         # An argument too many has no name, and is left to the function to refuse.
-        raw_args: Any = [_raw(a, name, eagerpy.Tensor) for a, name in zip_longest(args, names[: len(args)])]
-        raw_kwargs: Any = {name: _raw(a, name, eagerpy.Tensor) for name, a in kwargs.items()}
-        return _wrapped(function(*raw_args, **raw_kwargs), eagerpy.astensor)  # type: ignore[no-any-return]
+        lent: Any = [_lent(a, name, kind, what, lend) for a, name in zip_longest(args, names[: len(args)])]
+        named: Any = {name: _lent(a, name, kind, what, lend) for name, a in kwargs.items()}
+        return _wrapped(function(*lent, **named), back)  # type: ignore[no-any-return]
 
     # For TensorFlow's AutoGraph: not to be rewritten.
     called.autograph_info__ = None  # type: ignore[attr-defined]
     return called
 
 
-def _raw(a: Any, name: str | None, tensor: type) -> Any:
-    """What an EagerPy tensor wraps, beside an x that is one: then delta is one, too, and so is what is not NumPy's."""
-    if isinstance(a, tensor):
-        return a.raw  # type: ignore[attr-defined]
+def _torch_with_kernels() -> Any:
+    """PyTorch, if it is installed and has kernels for the GPU."""
+    try:
+        backend: Any = _torch()
+    except ImportError:
+        return None
+    return backend.torch if backend.gpu_kernels() is not None else None
+
+
+def _shared(from_dlpack: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """CuPy's memory as PyTorch's tensor, which has no negative strides."""
+    return lambda a: from_dlpack(a if min(a.strides, default=0) >= 0 else a.copy())
+
+
+def _lent(a: Any, name: str | None, kind: type, what: str, lend: Callable[[Any], Any]) -> Any:
+    """What stands for an argument beside an x of that kind: then delta is of it, too, and so is what is not NumPy's."""
+    if isinstance(a, kind):
+        return lend(a)
     if name in ("delta", "grad"):
-        raise TypeError(f"{name} is {described(a)}, expected an EagerPy tensor to match x")
+        raise TypeError(f"{name} is {described(a)}, expected {what} to match x")
     if type(a) in (tuple, list):
-        return type(a)(_raw(item, f"an item of {name}", tensor) for item in a)
+        return type(a)(_lent(item, f"an item of {name}", kind, what, lend) for item in a)
     if framework_of(a) not in (None, "numpy"):
-        raise TypeError(f"{name} is {described(a)}, expected a number, a NumPy array or an EagerPy tensor like x")
+        raise TypeError(f"{name} is {described(a)}, expected a number, a NumPy array or {what} like x")
     return a
 
 

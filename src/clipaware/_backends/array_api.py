@@ -310,30 +310,6 @@ def _numerics(x: Array) -> Numerics:
     return DOUBLE if x.dtype == _xp(x).float64 else SINGLE
 
 
-@cache
-def _torch(kind: Any) -> Any:
-    """PyTorch's backend for CuPy's arrays, if it has kernels for their GPU: memory is shared. Otherwise None."""
-    if kind.__module__.partition(".")[0] != "cupy":
-        return None
-    try:
-        from clipaware._backends import torch
-    except ImportError:
-        return None
-    return torch if torch.gpu_kernels() is not None else None
-
-
-def _in_torch(x: Array, name: str, *arguments: Any) -> tuple[Array, ...] | None:
-    """What that function of PyTorch's backend finds, as arrays like x; None if it has no kernels for them."""
-    kind: Any = type(x)
-    fast = _torch(kind) if dtype_name(x) in ("float16", "float32", "float64") else None
-    if fast is None:
-        return None
-    from_dlpack = fast.torch.from_dlpack
-    found = getattr(fast, name)(*(from_dlpack(a) if isinstance(a, kind) else a for a in arguments))
-    found = found if isinstance(found, tuple) else (found,)
-    return tuple(None if a is None else _xp(x).from_dlpack(a) for a in found)
-
-
 def _groups(*problem: Any) -> Any:
     x = problem[0]
     on_cpu = _on_cpu(x)
@@ -355,10 +331,6 @@ def solve(
     if not rows * n:
         zero = xp.zeros((rows, 1), dtype=_wide(x), device=x.device)
         return xp.zeros_like(x) if write else None, zero, where(zero == 0, _math.ZERO, _math.ZERO)
-    fast = _in_torch(x, "solve", x, delta, eps, lower, upper, p, mode, write)
-    if fast is not None:
-        v, eta, status = fast
-        return v, eta, status
     half = dtype_name(x) in ("float16", "bfloat16")
     solved = []
     # Of arrays that wrap NumPy's: no warnings of what is in rows that are not solved.
@@ -388,9 +360,6 @@ def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float) -> Array
     xp, (rows, n) = _xp(x), x.shape
     if not rows * n:
         return xp.zeros((rows, 1), dtype=_wide(x), device=x.device)
-    fast = _in_torch(x, "reach", x, delta, lower, upper, p)
-    if fast is not None:
-        return fast[0]
     found = []
     with np.errstate(all="ignore"):
         for _, group, blank in _groups(x, delta, wide_number(1, x), lower, upper, p):
@@ -421,9 +390,6 @@ def vjp(
     like = x, delta, eta, lower, upper
     if not rows * n:
         return tuple(xp.zeros_like(a) for a in like)
-    fast = _in_torch(x, "vjp", x, delta, eps, lower, upper, p, eta, status, g)
-    if fast is not None:
-        return fast
     height = max(1, (GROUP if _on_cpu(x) else BATCH) // n)
     found = []
     with np.errstate(all="ignore"):

@@ -24,6 +24,7 @@ Array = Any
 GROUP = 2**19  # elements solved together on a CPU
 BATCH = 2**26  # and elsewhere, where it bounds the memory that is needed on the way
 TRACES = False
+FLOATS = {getattr(torch, name): name for name in _check.FLOATS}
 
 # --- array functions --------------------------------------------------------------------------------------------------
 
@@ -146,7 +147,7 @@ def is_array(a: Any) -> bool:
 
 
 def dtype_name(a: Array) -> str:
-    return str(a.dtype).removeprefix("torch.")
+    return FLOATS.get(a.dtype) or str(a.dtype).removeprefix("torch.")
 
 
 def shape(a: Array) -> tuple[int, ...]:
@@ -162,11 +163,16 @@ def _is_traced(a: Array) -> bool:
     return torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(a)
 
 
-def _is_differentiated(tensors: tuple[Array, ...]) -> bool:
+def _is_transformed() -> bool:
+    """Whether this runs under torch.compile, or inside a transform of torch.func."""
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _is_differentiated(tensors: tuple[Any, ...]) -> bool:
     """Whether anything may ask for derivatives; if not, there is no need for a Function and its overhead."""
-    if torch.autograd.forward_ad._current_level >= 0 or any(_is_traced(a) for a in tensors):
+    if torch.autograd.forward_ad._current_level >= 0 or _is_transformed():
         return True
-    return torch.is_grad_enabled() and any(a.requires_grad for a in tensors)
+    return torch.is_grad_enabled() and any(type(a) is not float and a.requires_grad for a in tensors)
 
 
 def values_of(a: Array) -> Any:
@@ -175,7 +181,7 @@ def values_of(a: Array) -> Any:
 
 
 def fetch(a: Array) -> Any:
-    return a.detach().cpu().numpy()
+    return a if isinstance(a, float) else a.detach().cpu().numpy()
 
 
 def permute(a: Array, axes: tuple[int, ...]) -> Array:
@@ -183,7 +189,7 @@ def permute(a: Array, axes: tuple[int, ...]) -> Array:
 
 
 def reshape(a: Array, shape: tuple[int, ...]) -> Array:
-    return a.reshape(shape)
+    return a if a.shape == shape else a.reshape(shape)
 
 
 def broadcast_to(a: Array, shape: tuple[int, ...]) -> Array:
@@ -198,25 +204,37 @@ def ndim(a: Array) -> int:
     return int(a.ndim)
 
 
-def number(value: Any, like: Array) -> Array:
-    """A bound for all rows and elements. Not to be written to: on a GPU it is kept for the next call."""
-    plain = type(like) in (torch.Tensor, torch.nn.Parameter) and not _is_traced(like)
-    # What is made while a graph is captured belongs to that graph.
-    if plain and like.is_cuda and not torch.cuda.is_current_stream_capturing():
-        return _kept_number(float(value), like.dtype, like.device)
+def number(value: Any, like: Array) -> Any:
+    """A bound for all rows and elements."""
+    if _takes_numbers(value, like):
+        return _rounded(float(value), like.dtype)
     return torch.full((1, 1), value, dtype=like.dtype, device=like.device)
 
 
-@lru_cache(maxsize=64)
-def _kept_number(value: float, dtype: torch.dtype, device: torch.device) -> Array:
-    with torch.inference_mode(False):
-        # From the host, and so there before any stream can ask for it.
-        return torch.tensor([[value]], dtype=dtype).to(device)
-
-
-def wide_number(value: Any, like: Array) -> Array:
+def wide_number(value: Any, like: Array) -> Any:
     """An eps for all rows, in float64: it is never rounded to x's dtype."""
+    if _takes_numbers(value, like):
+        return float(value)
     return torch.full((1, 1), value, dtype=_wide(like), device=like.device)
+
+
+def _takes_numbers(value: Any, like: Array) -> bool:
+    """Whether a number may remain one, for the kernels to take as an argument: none that is nearly 0, see there."""
+    return not _is_transformed() and _kernels_of(like) is not None and (value == 0 or abs(value) > 1e-300)
+
+
+@lru_cache(maxsize=256)
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(value, dtype=dtype))
+
+
+def _tensor(a: Any, dtype: torch.dtype, like: Array) -> Array:
+    """An eps or a bound, which may have remained a number."""
+    return torch.full((1, 1), a, dtype=dtype, device=like.device) if isinstance(a, float) else a
+
+
+def _tensors(x: Array, eps: Any, lower: Any, upper: Any) -> tuple[Array, ...]:
+    return _tensor(eps, torch.float64, x), _tensor(lower, x.dtype, x), _tensor(upper, x.dtype, x)
 
 
 def as_eps(eps: Any, like: Array) -> Array:
@@ -269,7 +287,7 @@ def gpu_kernels() -> Any:
 
 def _kernels_of(x: Array) -> Any:
     """The kernels that take this tensor, if any."""
-    return gpu_kernels() if x.device.type == "cuda" and not torch.version.hip else None
+    return gpu_kernels() if x.is_cuda and not torch.version.hip else None
 
 
 def _on_host(a: Array) -> Any:
@@ -297,6 +315,9 @@ def _solved(
     checked: bool = True,
 ) -> tuple[Array, Array, Array]:
     """v (empty unless `write`), eta and status, of tensors whose values are at hand."""
+    kernels = _kernels_of(x)
+    if kernels is not None:
+        return kernels.solve(x, delta, eps, lower, upper, p, mode, write)  # type: ignore[no-any-return]
     if _numpy_can(x):
         on = _on_host
         problem = on(x), on(delta), on(eps), on(lower), on(upper)
@@ -304,9 +325,6 @@ def _solved(
         out = torch.from_numpy(v).to(x.dtype) if write else x.new_empty(0)
         return out, torch.from_numpy(eta), torch.from_numpy(status)
     x, delta, eps, lower, upper = (a.detach() for a in (x, delta, eps, lower, upper))
-    kernels = _kernels_of(x)
-    if kernels is not None:
-        return kernels.solve(x, delta, eps, lower, upper, p, mode, write)  # type: ignore[no-any-return]
     rows, n = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if write else x.new_empty(0)
     eta = torch.zeros((rows, 1), dtype=_wide(x), device=x.device)
@@ -445,8 +463,10 @@ def _backward(saved: Any, p: float, g: Any, h: Any, needs: Any) -> list[Any]:
         up = torch.zeros((1, 1), dtype=x.dtype, device=x.device) if g is None else g
         wanted = needs[0], needs[1], needs[3] or needs[4]
         x_bar, delta_bar, eps_bar, c_bar = kernels.vjp(x, delta, eps, lower, upper, p, eta, status, up, h, wanted)
-        lost = torch.isnan(eta)
-        of_bounds = [torch.where(ahead | lost, c_bar, 0.0) if wanted[2] else None for ahead in (delta < 0, delta > 0)]
+        of_bounds: list[Any] = [None, None]
+        if wanted[2]:
+            lost = torch.isnan(eta)
+            of_bounds = [torch.where(ahead | lost, c_bar, 0.0) for ahead in (delta < 0, delta > 0)]
         found = x_bar, delta_bar, eps_bar, *of_bounds
         return [
             bar.sum_to_size(a.shape).to(a.dtype) if need else None
@@ -490,8 +510,10 @@ def solve(
     """v (None unless `write`), eta and status."""
     problem = x, delta, eps, lower, upper
     if not torch.compiler.is_compiling():
-        function = _Perturb.apply if _is_differentiated(problem) else _solved
-        v, eta, status = function(*problem, p, mode, write)
+        function, given = _solved, problem
+        if _is_differentiated(problem):
+            function, given = _Perturb.apply, (x, delta, *_tensors(x, eps, lower, upper))
+        v, eta, status = function(*given, p, mode, write)
         return v if write else None, eta, status
     v, eta, status = _solve_op(*(a.detach() for a in problem), p, mode, write)
     around, eta = _math.implicit(_this, _block(x, delta, lower, upper, _numerics(x)), eps, eta, status, p, _numerics(x))
@@ -503,9 +525,13 @@ def solve(
 
 
 def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float) -> Array:
+    traced = _is_transformed() and any(_is_traced(a) for a in (x, delta, lower, upper))
+    kernels = None if traced else _kernels_of(x)
+    if kernels is not None:
+        return kernels.reach(x, delta, lower, upper, p)
     x, delta, lower, upper = (a.detach() for a in (x, delta, lower, upper))
     eps = torch.ones((1, 1), dtype=_wide(x), device=x.device)
-    if _is_traced(x):
+    if traced:
         block = _block(x, delta, lower, upper, _numerics(x))
         block = block._replace(x=torch.clamp(block.x, block.lower, block.upper))
         everything = (slice(None), slice(None), 0)
@@ -514,9 +540,6 @@ def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float) -> Array
     if _numpy_can(x):
         problem = _on_host(x), _on_host(delta), _on_host(lower), _on_host(upper)
         return torch.from_numpy(host.reach(*problem, p, dtype_name(x)))
-    kernels = _kernels_of(x)
-    if kernels is not None:
-        return kernels.reach(x, delta, lower, upper, p)
     found = torch.zeros((x.shape[0], 1), dtype=_wide(x), device=x.device)
     for part, group, blank in _groups(x, delta, eps, lower, upper, p):
         found[part] = _math.reach(group)
@@ -533,7 +556,7 @@ def summary(
         on = _on_host
         norm, naive, clipped = host.summary(on(x), on(delta), on(eps), on(lower), on(upper), p, on(v))
         return torch.from_numpy(norm), torch.from_numpy(naive), torch.from_numpy(clipped)
-    x, delta, eps, lower, upper, v = (a.detach() for a in (x, delta, eps, lower, upper, v))
+    x, delta, eps, lower, upper, v = (a.detach() for a in (x, delta, *_tensors(x, eps, lower, upper), v))
     rows, n = x.shape
     found = torch.zeros((3, rows, 1), dtype=_wide(x), device=x.device)
     for part, group, _ in _groups(x, delta, eps, lower, upper, p):
@@ -545,6 +568,7 @@ def vjp(
     x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, eta: Array, status: Array, g: Array
 ) -> tuple[Array, ...]:
     """Gradients of x, delta, eps, lower and upper; those of the bounds summed to their rows form."""
+    eps, lower, upper = _tensors(x, eps, lower, upper)
     per_row = eps.detach().expand(x.shape[0], 1)
     saved = [x.detach(), delta.detach(), per_row, lower.detach(), upper.detach(), eta.detach(), status]
     with torch.no_grad():

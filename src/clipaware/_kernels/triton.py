@@ -2,8 +2,9 @@
 
 A short row is solved, written, measured and, if need be, polished by one program. Long rows start from a sample of
 them (`_start`); one pass adds up the norm at eight scales around that (`_nodes`), between which the solution is
-interpolated; and one pass writes and measures (`_write`). Whatever is then not as it should be, rows that make no sense
-included, is done again by one program a row, which takes care of everything (`_solve_rows`). Programs that share a row
+interpolated; and one pass writes and measures (`_write`). For half precision, passes before it measure the array as it
+would be written at four scales (`_rounds`). Whatever is then not as it should be, rows that make no sense included, is
+done again by one program a row, which takes care of everything (`_solve_rows`). Programs that share a row
 leave what they found in memory, and the last of them to finish adds it up, always in the same order: no kernel waits
 for another, nothing is fetched, and the same input gives the same bits.
 
@@ -15,7 +16,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+import struct
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -54,6 +56,8 @@ CARE = tl.constexpr(0)  # left to `_solve_rows`
 STARTED = tl.constexpr(1)
 FOUND = tl.constexpr(2)
 DONE = tl.constexpr(3)
+SETTLED = tl.constexpr(4)  # of half precision: nothing is nearer
+CORNER = tl.constexpr(5)  # all that moves ends at its bound
 
 LONGEST = 16384  # elements that a program holds
 STREAM = 4096  # elements that a program takes at a time of longer rows
@@ -61,10 +65,18 @@ SAMPLE = 8192
 SAMPLE_RUN = 256
 MODES = {"equal": 0, "at_most": 1, "at_least": 2}
 NODES = tl.constexpr(8)
+ROUNDS = 10
 
 # What is known of a long row: float64 numbers at these places.
 SCALE, WIDTH, SHARE, INV, FIRST, REST, KEPT, RESTS = (tl.constexpr(i) for i in (0, 1, 2, 3, 4, 5, 6, 8))
-STATE = tl.constexpr(16)
+MOST = tl.constexpr(7)
+LO, AT_LO, HI, AT_HI, GAP, BEST = (tl.constexpr(i) for i in (16, 17, 18, 19, 20, 21))  # a bracket of norms as written
+STATE = tl.constexpr(24)
+
+ROUGH = tl.constexpr(0.1)  # octaves to each side of c that interpolation cannot make good for
+
+# Which of the passes of `_nodes` it is.
+OPENING, MIDDLE, CLOSING = (tl.constexpr(i) for i in (0, 1, 2))
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -136,11 +148,33 @@ def _add(a0, a1, b0, b1):
 
 
 @triton.jit
+def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+
+
+@triton.jit
 def _add8(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7
 
 
 # --- elements ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _number(a, where):
+    """A float64: by its place, or by its own bits."""
+    if a.dtype.is_ptr():
+        y = tl.load(a + where).to(tl.float64)
+    else:
+        y = tl.cast(a, tl.int64).to(tl.float64, bitcast=True)
+    return y
+
+
+@triton.jit
+def _budget(eps, where):
+    """An eps; 0 if so small that it has no reciprocal."""
+    e = _number(eps, where)
+    return tl.where((e > 0) & (e < 1e-290), 0.0, e)
 
 
 @triton.jit
@@ -157,17 +191,17 @@ def _load(row, cols, n, LOW: tl.constexpr, UP: tl.constexpr, DOUBLE: tl.constexp
     if LOW:
         lower = _real(tl.load(lower + cols, mask=inside, other=0.0), DOUBLE)
     else:
-        lower = _real(tl.load(lower), DOUBLE)
+        lower = _real(_number(lower, 0), DOUBLE)
     if UP:
         upper = _real(tl.load(upper + cols, mask=inside, other=0.0), DOUBLE)
     else:
-        upper = _real(tl.load(upper), DOUBLE)
+        upper = _real(_number(upper, 0), DOUBLE)
     return x, delta, lower, upper
 
 
 @triton.jit
 def _row(x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, index):
-    """Where a row begins."""
+    """Where a row begins. A bound that is a number has no steps from row to row, and remains what it is."""
     return (
         x + index * x_row,
         delta + index * delta_row,
@@ -374,18 +408,18 @@ def _solve_plainly(row, cols, n, v, e, P: tl.constexpr, LOW: tl.constexpr, UP: t
         clipped = z >= room
         power = _power(tl.minimum(z, room), P, True)
         U, C = tl.reduce((tl.where(clipped, 0.0, power), tl.where(clipped, power, 0.0)), 0, _add)
-        fine = (C < 1) & (U > 1e-3)
+        fine = (C < 1) & (U > 1e-30)
         least = _root(tl.where(fine, (1 - C) / U, 1.0), P)
         if count == 0:
             factor = _second(least, U, C, P)
         else:
             factor = _curved(least, last_c / c, last_U / U, P)
         factor = tl.where(factor > 0, factor, least)
-        going = fine & (tl.abs(factor - 1) > 3e-4) & (count < 8)
+        going = fine & (tl.abs(factor - 1) > 3e-4) & (count < 16)
         last_c, last_U, last_share = c, U, tl.maximum(1 - C, 1e-3)
         c *= factor
         count += 1
-    fine = fine & (count < 9) & (c > 1e-25) & (c < 1e25)
+    fine = fine & (count < 17) & (last_U > 1e-3) & (c > 1e-25) & (c < 1e25)
     K = c.to(tl.float64) / inv.to(tl.float64)
     k = K.to(tl.float32)
     # Once more from the cache, instead of registers that are needed above.
@@ -418,13 +452,13 @@ def _solve_rows(
             return
     DTYPE: tl.constexpr = v.dtype.element_ty
     ULP: tl.constexpr = 2.0**-52 if DOUBLE else 2.0**-23
-    SETTLED: tl.constexpr = 2.0**-49 if DOUBLE else (2.0**-12 if WRITE else 2.0**-24)
+    STEADY: tl.constexpr = 2.0**-49 if DOUBLE else (2.0**-12 if WRITE else 2.0**-24)
     CLOSE: tl.constexpr = 4e-15 if DOUBLE else 2e-7
     TINY: tl.constexpr = 1e-200 if DOUBLE else 1e-25
     AT_MOST: tl.constexpr = MODE == 1
     row = _row(x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, index)
     cols = tl.arange(0, BLOCK)
-    e = tl.load(eps + index * eps_row)
+    e = _budget(eps, index * eps_row)
     if HOLDS and WRITE and MODE == 0 and P < 5 and not (DOUBLE or HALF):
         K = _solve_plainly(row, cols, n, v + index * n, e, P, LOW, UP, DTYPE)
         if K == K:
@@ -477,7 +511,7 @@ def _solve_rows(
                     factor = _curved(least, _real(last_c / c, DOUBLE), _real(last_U / some_U, DOUBLE), P)
                 guess = c * factor.to(tl.float64)
                 guess = tl.where((guess >= lo) & (guess <= hi), guess, tl.minimum(root, hi))
-                arrived = fine & (tl.abs(guess - c) <= SETTLED * guess)
+                arrived = fine & (tl.abs(guess - c) <= STEADY * guess)
                 astray = ~fine | ((count >= NEWTON_PASSES) & (count % 2 == 1))
                 if astray & ~arrived & (hi >= INF):
                     farthest, _ = _pass(held, row, n, c, inv, False, P, CEILING, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
@@ -486,7 +520,7 @@ def _solve_rows(
                 last_c, last_U = c, some_U
                 c = tl.where(astray & ~arrived, middle, guess)
                 count += 1
-                going = ~arrived & (hi - lo > lo * SETTLED) & (count < MAX_PASSES)
+                going = ~arrived & (hi - lo > lo * STEADY) & (count < MAX_PASSES)
                 # Next to the reach, what is missing is but rounding.
                 short = ~going & (U < 1e-3 * target) & (hi >= INF)
             K = c / inv.to(tl.float64)
@@ -549,7 +583,7 @@ def _start(
     """Where to look for c, and how far around: from a sample of contiguous runs of the row."""
     index = tl.program_id(0).to(tl.int64)
     tl.store(counts + index * 4, 0)
-    e = tl.load(eps + index * eps_row)
+    e = _budget(eps, index * eps_row)
     fine = (e > 0) & (e < INF)
     inv, target = _units(tl.where(fine, e, 1.0), P, DOUBLE)
     tl.store(state + index * STATE + INV, inv.to(tl.float64))
@@ -579,21 +613,24 @@ def _start(
         power = _power(tl.minimum(size * c, room), P, True)
         mean, square = tl.reduce((power, power * power), 0, _add)
         mean, square = mean / SIZE, square / SIZE
-        # As far as c may be off because this is but a sample: four times its standard error.
+        # As far as c may be off because this is but a sample: three times its standard error.
         spread = tl.sqrt(tl.maximum(square - mean * mean, 0.0) / SIZE) / mean
         share = tl.minimum(tl.maximum(1 - C / goal, 1e-2), 1.0)
-        width = tl.minimum(tl.maximum(6 * spread / (P * share), 3e-3), 3.0)  # in octaves
+        width = tl.minimum(tl.maximum(4.5 * spread / (P * share), 3e-3), 3.0)  # in octaves
         flag = tl.where(fine & (c > 1e-30) & (c < 1e30), STARTED, CARE)
-        _aim(state + index * STATE, c.to(tl.float64), width.to(tl.float64), DOUBLE)
+        _aim(state + index * STATE, c.to(tl.float64), width.to(tl.float64), width > ROUGH, DOUBLE)
     tl.store(flags + index * 4, flag)
 
 
 @triton.jit
-def _aim(state, c, width, DOUBLE: tl.constexpr):
-    """Where the nodes are: their common factor, and one for each."""
+def _aim(state, c, width, beyond, DOUBLE: tl.constexpr):
+    """Where the nodes are: their common factor, and one for each, of which the last may be beyond all bounds."""
     first, _ = _split(c, DOUBLE)
-    t = (2 * tl.arange(0, NODES).to(tl.float64) - (NODES - 1)) / (NODES - 1)  # closer to each other in the middle
-    rest = c / first.to(tl.float64) * tl.exp2(width * t * (0.55 + 0.45 * t * t))
+    j = tl.arange(0, NODES)
+    last = tl.where(beyond, NODES - 2, NODES - 1).to(tl.float64)
+    t = (2 * j.to(tl.float64) - last) / last
+    rest = c / first.to(tl.float64) * tl.exp2(width * t * (0.5 + 0.5 * t * t))  # closer to each other in the middle
+    rest = tl.where(beyond & (j == NODES - 1), 1e30, rest)
     tl.store(state + WIDTH, width)
     tl.store(state + FIRST, first.to(tl.float64))
     tl.store(state + RESTS + tl.arange(0, NODES), _real(rest, DOUBLE).to(tl.float64))
@@ -610,9 +647,10 @@ def _nodes(
     x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, eps, eps_row, n,
     state, flags, counts, partials, parts,
     P: tl.constexpr, MODE: tl.constexpr, WRITE: tl.constexpr, DOUBLE: tl.constexpr, LOW: tl.constexpr, UP: tl.constexpr,
-    SEGMENT: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, LAST: tl.constexpr,
+    SEGMENT: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, PASS: tl.constexpr,
 ):  # fmt: skip
-    """The row's sum at eight scales around c, and from them, by the row's last program, the c that it is to be."""
+    """The row's sum at eight scales around c, and from them, by the row's last program, the c that it is to be. In the
+    opening pass of a row that is far from certain the last of them is beyond all bounds, and so tells its reach."""
     index = tl.program_id(0).to(tl.int64) // parts
     part = tl.program_id(0) % parts
     if tl.load(flags + index * 4) != STARTED:
@@ -678,7 +716,7 @@ def _nodes(
         else:
             found += some
     totals = tl.max(found, axis=1) if P == INF else tl.sum(found, axis=1)
-    e = tl.load(eps + index * eps_row)
+    e = _budget(eps, index * eps_row)
     inv, target = _units(e, P, DOUBLE)
     share = target * 0 + 1
     if P == INF:
@@ -686,11 +724,15 @@ def _nodes(
         c = e / tl.where(top > 0, top, 1.0) * inv.to(tl.float64)
         flag = tl.where(top > 0, FOUND, CARE)
     else:
+        ENOUGH: tl.constexpr = 1e-6 if DOUBLE else ROUGH
         width = tl.load(state + WIDTH)
+        beyond = width > ROUGH if PASS == OPENING else width < 0
+        most = tl.where(beyond, _at(totals, NODES - 1), tl.load(state + MOST) if PASS != OPENING else INF)
+        count = tl.where(beyond, NODES - 1, NODES)
         nodes = first.to(tl.float64) * tl.load(state + RESTS + j)
-        left = tl.sum((totals <= target).to(tl.int32)) - 1
-        inside = (left >= 0) & (left < NODES - 1)
-        left = tl.minimum(tl.maximum(left, 0), NODES - 2)
+        left = tl.sum(((totals <= target) & (j < count)).to(tl.int32)) - 1
+        inside = (left >= 0) & (left < count - 1)
+        left = tl.minimum(tl.maximum(left, 0), count - 2)
         # Linear in c^p between, or beyond, two nodes; and if between, a cubic through four for what they share.
         y0, y1, t0, t1 = _at(totals, left), _at(totals, left + 1), _at(nodes, left), _at(nodes, left + 1)
         rises = y1 > y0
@@ -698,7 +740,7 @@ def _nodes(
         q0, q1 = _power(t0, P, False), _power(t1, P, False)
         line = _root(tl.maximum(q0 + (target - y0) / rise * (q1 - q0), q0 * 0.1), P)
         line = tl.minimum(line, 8 * t1)
-        b = tl.minimum(tl.maximum(left - 1, 0), NODES - 4)
+        b = tl.minimum(tl.maximum(left - 1, 0), count - 4)
         u0, u1 = _at(totals, b) - target, _at(totals, b + 1) - target
         u2, u3 = _at(totals, b + 2) - target, _at(totals, b + 3) - target
         l0 = _at(nodes, b) * (u1 / (u1 - u0)) * (u2 / (u2 - u0)) * (u3 / (u3 - u0))
@@ -708,14 +750,27 @@ def _nodes(
         cubic = l0 + l1 + l2 + l3
         c = tl.where(inside & (cubic >= t0) & (cubic <= t1), cubic, line)
         share = tl.where(rises, rise / (t1 - t0) * c / (P * target), 1.0)
-        if LAST:
+        exact = inside & rises & (width <= ENOUGH)
+        # Near the reach, what is missing from it falls like a power of c; also beyond the nodes.
+        near = rises & (share < 0.2) & (most < INF) & (y1 < most) & (target < most) & (width > 1e-4)
+        r0, r1, r = tl.where(near, most - y0, 4.0), tl.where(near, most - y1, 1.0), most - target
+        octaves, fall = tl.log2(t1 / t0), tl.log2(r1 / r0)
+        c = tl.where(near, t0 * tl.exp2(tl.log2(tl.where(near, r / r0, 1.0)) / fall * octaves), c)
+        share = tl.where(near, -fall / octaves * r / (P * target), share)
+        if PASS == CLOSING:
             flag = tl.where(inside & rises, FOUND, CARE)
         else:
-            exact = inside & rises & (width <= 0.1)
             flag = tl.where(exact, FOUND, tl.where(rises, STARTED, CARE))
             if flag == STARTED:
-                _aim(state, c, tl.where(inside, width * 0.04, width), DOUBLE)
+                # Near the reach c is less certain, and matters less.
+                rough = tl.where(share > 0.1, 0.04, 0.08) if PASS == OPENING else 0.01
+                narrower = tl.where(width <= ROUGH, 1e-3, rough)
+                _aim(state, c, width * tl.where(inside, narrower, tl.where(near, 0.15, 2.0)), width < 0, DOUBLE)
         flag = tl.where((c > 0) & (c < 1e30), flag, CARE)
+        if PASS == OPENING:
+            tl.store(state + MOST, most)
+            if MODE != 1:
+                flag = tl.where(most < target * (1 - 1e-5), CORNER, flag)
     K = c / inv.to(tl.float64)
     if MODE == 1:
         K = tl.minimum(K, 1.0)
@@ -727,6 +782,128 @@ def _nodes(
     tl.store(flags + index * 4, flag)
     if flag == FOUND:
         _set(state, K, c, WRITE, DOUBLE)
+
+
+@triton.jit
+def _rounds(
+    x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, eps, eps_row, n,
+    v, state, flags, counts, partials, parts,
+    P: tl.constexpr, MODE: tl.constexpr, LOW: tl.constexpr, UP: tl.constexpr, FIRST_ROUND: tl.constexpr,
+    SEGMENT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """`_math.polish` for long rows of half precision, four scales at a time."""
+    index = tl.program_id(0).to(tl.int64) // parts
+    part = tl.program_id(0) % parts
+    if tl.load(flags + index * 4) != FOUND:
+        return
+    DTYPE: tl.constexpr = v.dtype.element_ty
+    state += index * STATE
+    c, K = tl.load(state + SCALE), tl.load(state + KEPT)
+    inv = tl.load(state + INV).to(tl.float32)
+    if K != c / inv.to(tl.float64):  # held by the mode
+        return
+    first, _ = _split(K, False)
+    i = tl.arange(0, 4)
+    ABOUT: tl.constexpr = 4e-3 if DTYPE == tl.bfloat16 else 5e-4  # how far rounding may take it
+    offsets = tl.where(i == 0, -0.15, tl.where(i == 1, -0.04, tl.where(i == 2, 0.04, 0.15)))
+    if FIRST_ROUND:
+        rests = (K * (1 + ABOUT * offsets.to(tl.float64)) / first.to(tl.float64)).to(tl.float32)
+    else:
+        rests = tl.load(state + RESTS + i).to(tl.float32)
+    k0, k1, k2, k3 = _of_four(rests, 0), _of_four(rests, 1), _of_four(rests, 2), _of_four(rests, 3)
+    row = _row(x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, index)
+    a0 = tl.zeros((CHUNK,), tl.float32)
+    a1, a2, a3 = a0, a0, a0
+    for start in range(0, SEGMENT, CHUNK):
+        elements = _load(row, part * SEGMENT + start + tl.arange(0, CHUNK), n, LOW, UP, False)
+        a0 = _and_move(a0, elements, first, k0, inv, P, DTYPE)
+        a1 = _and_move(a1, elements, first, k1, inv, P, DTYPE)
+        a2 = _and_move(a2, elements, first, k2, inv, P, DTYPE)
+        a3 = _and_move(a3, elements, first, k3, inv, P, DTYPE)
+    mine = partials + index * NODES * parts + part
+    if P == INF:
+        a0, a1, a2, a3 = tl.max(a0), tl.max(a1), tl.max(a2), tl.max(a3)
+    else:
+        a0, a1, a2, a3 = a0.to(tl.float64), a1.to(tl.float64), a2.to(tl.float64), a3.to(tl.float64)
+        a0, a1, a2, a3 = tl.reduce((a0, a1, a2, a3), 0, _add4)
+    tl.store(mine, a0.to(tl.float64))
+    tl.store(mine + parts, a1.to(tl.float64))
+    tl.store(mine + 2 * parts, a2.to(tl.float64))
+    tl.store(mine + 3 * parts, a3.to(tl.float64))
+    tl.debug_barrier()
+    if tl.atomic_add(counts + index * 4, 1, sem="acq_rel") != parts - 1:
+        return
+
+    tl.store(counts + index * 4, 0)
+    found = tl.zeros((4, 128), tl.float64)
+    for start in range(0, parts, 128):
+        where = start + tl.arange(0, 128)
+        there = partials + index * NODES * parts + i[:, None] * parts + where[None, :]
+        some = tl.load(there, mask=(where < parts)[None, :] & (i >= 0)[:, None], other=0.0, cache_modifier=".cg")
+        found = tl.maximum(found, some) if P == INF else found + some
+    totals = tl.max(found, axis=1) if P == INF else tl.sum(found, axis=1)
+    inv, target = _units(_budget(eps, index * eps_row), P, False)
+    norms = _root(totals, P) / _root(target, P)
+    scales = first.to(tl.float64) * rests.to(tl.float64)
+    limit = target * 0 + 1 - 1e-7 if MODE == 1 else target * 0 + INF
+    edge = tl.minimum(limit, 1.0)
+    if FIRST_ROUND:
+        lo, at_lo, hi, at_hi, gap, best = K * 0 - 1, K * 0, K * 0 + INF, K * 0, K * 0 + INF, K
+    else:
+        lo, at_lo, hi, at_hi = tl.load(state + LO), tl.load(state + AT_LO), tl.load(state + HI), tl.load(state + AT_HI)
+        gap, best = tl.load(state + GAP), tl.load(state + BEST)
+    above = norms > edge
+    low, high = tl.max(tl.where(above, -1.0, scales)), tl.min(tl.where(above, scales, INF))
+    at_lo = tl.where(low > lo, tl.max(tl.where(above, -1.0, norms)), at_lo)
+    at_hi = tl.where(high < hi, tl.min(tl.where(above, norms, INF)), at_hi)
+    before = hi - lo
+    lo, hi = tl.maximum(lo, low), tl.minimum(hi, high)
+    gaps = tl.where(norms <= limit, tl.abs(norms - 1), INF)
+    here = tl.min(gaps)
+    best = tl.where(here < gap, tl.max(tl.where(gaps == here, scales, 0.0)), best)
+    gap = tl.minimum(gap, here)
+    between = (lo >= 0) & (hi < INF)
+    # Where a line leads: through both ends, or from the only one with the slope that the norm has without rounding.
+    end, at_end = tl.where(lo >= 0, lo, hi), tl.where(lo >= 0, at_lo, at_hi)
+    chord = lo + (hi - lo) * ((edge - at_lo) / tl.where(between, at_hi - at_lo, 1.0))
+    beyond = end * (1 + tl.minimum(tl.maximum((edge - at_end) / tl.load(state + SHARE), -0.1), 0.1))
+    guess = tl.where(between, chord, beyond)
+    width = tl.where(between, hi - lo, 2 * tl.abs(guess - end) + end * 2.0**-22)
+    # Where few elements move at a time, a line leads astray.
+    astray = between & ((width < lo * 2.0**-20) | (width > 0.4 * before))
+    spread = tl.where(astray, 0.2 * (i + 1).to(tl.float64), offsets.to(tl.float64))
+    rests = ((tl.where(astray, lo, guess) + width * spread) / first.to(tl.float64)).to(tl.float32)
+    scales = first.to(tl.float64) * rests.to(tl.float64)
+    new = (scales > lo) & (scales < hi)
+    settled = (gap <= 2e-7 + (1 - edge)) | (between & (tl.max(new.to(tl.int32)) == 0))
+    tl.store(state + RESTS + i, rests.to(tl.float64))
+    tl.store(state + LO, lo)
+    tl.store(state + AT_LO, at_lo)
+    tl.store(state + HI, hi)
+    tl.store(state + AT_HI, at_hi)
+    tl.store(state + GAP, gap)
+    tl.store(state + BEST, best)
+    if settled:
+        tl.store(flags + index * 4, SETTLED)
+        _set(state, best, c, True, False)
+
+
+@triton.jit
+def _of_four(values, index):
+    return tl.sum(tl.where(tl.arange(0, 4) == index, values, 0.0))
+
+
+@triton.jit
+def _and_move(total, elements, first, rest, inv, P: tl.constexpr, DTYPE: tl.constexpr):
+    """A total, and what the elements add to it as they would be written."""
+    x, _, lower, upper = elements
+    x = tl.minimum(tl.maximum(x, lower), upper)
+    move = tl.abs(_moved(elements, first, rest, False, DTYPE).to(tl.float32) - x) * inv
+    if P == INF:
+        total = tl.maximum(total, move)
+    else:
+        total += _power(move, P, False)
+    return total
 
 
 @triton.jit
@@ -742,13 +919,15 @@ def _write(
     x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, eps, eps_row, n,
     v, eta, status, state, flags, counts, partials, parts,
     P: tl.constexpr, MODE: tl.constexpr, WRITE: tl.constexpr, DOUBLE: tl.constexpr, HALF: tl.constexpr,
-    LOW: tl.constexpr, UP: tl.constexpr, SEGMENT: tl.constexpr, CHUNK: tl.constexpr,
+    LOW: tl.constexpr, UP: tl.constexpr, AGAIN: tl.constexpr, SEGMENT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The array, and whether its norm is right: if so the row is DONE, and if not it has a better scale. Without an
-    array, a step of Newton's from c instead."""
+    array, a step of Newton's from c instead. `AGAIN` also takes the rows that are out of reach."""
     index = tl.program_id(0).to(tl.int64) // parts
     part = tl.program_id(0) % parts
-    if tl.load(flags + index * 4) != FOUND:
+    flag = tl.load(flags + index * 4)
+    corner = flag == CORNER if AGAIN else False
+    if (flag != FOUND) & (flag != SETTLED) & (~corner if AGAIN else True):
         return
     DTYPE: tl.constexpr = v.dtype.element_ty
     CLOSE: tl.constexpr = 4e-15 if DOUBLE else 2.5e-7
@@ -760,6 +939,7 @@ def _write(
     first, rest = _real(tl.load(state + FIRST), DOUBLE), _real(tl.load(state + REST), DOUBLE)
     one = tl.zeros((CHUNK,), real)
     two = tl.zeros((CHUNK,), real)
+    ceiling = tl.zeros((CHUNK,), real)
     for start in range(0, SEGMENT, CHUNK):
         cols = part * SEGMENT + start + tl.arange(0, CHUNK)
         elements = _load(row, cols, n, LOW, UP, DOUBLE)
@@ -768,7 +948,7 @@ def _write(
         ordered = (low <= high) & (low < INF) & (high > -INF)
         wrong = (here - here) + (along - along) + tl.where(ordered, 0.0, float("nan"))
         if WRITE:
-            kept = _moved(elements, first, rest, False, DTYPE)
+            kept = _moved(elements, first, rest, corner, DTYPE)
             tl.store(v + index * n + cols, kept, mask=cols < n)
             inner = tl.minimum(tl.maximum(here, low), high)
             if AT_MOST:
@@ -785,13 +965,19 @@ def _write(
             power = _power(tl.minimum(z, room), 1 if P == INF else P, False)
             one += tl.where(z >= room, 0.0, power) + wrong
             two += tl.where(z >= room, power, 0.0)
+        if AGAIN:
+            if corner:
+                ahead = _room(here, along, low, high) / tl.where(along == 0, 1.0, tl.abs(along))
+                ceiling = tl.maximum(ceiling, ahead.to(real))
     mine = partials + index * NODES * parts + part
-    if WRITE and P == INF:
-        tl.store(mine, tl.max(one).to(tl.float64))
+    if WRITE:
+        tl.store(mine, (tl.max(one) if P == INF else tl.sum(one)).to(tl.float64))
     else:
         one, two = tl.reduce((one, two), 0, _add)
         tl.store(mine, one.to(tl.float64))
         tl.store(mine + parts, two.to(tl.float64))
+    if AGAIN:
+        tl.store(mine + 2 * parts, tl.max(ceiling).to(tl.float64))
     tl.debug_barrier()
     if tl.atomic_add(counts + index * 4, 1, sem="acq_rel") != parts - 1:
         return
@@ -799,6 +985,7 @@ def _write(
     tl.store(counts + index * 4, 0)
     totals = tl.zeros((256,), tl.float64)
     others = tl.zeros((256,), tl.float64)
+    ceilings = tl.zeros((256,), tl.float64)
     for start in range(0, parts, 256):
         where = start + tl.arange(0, 256)
         there = partials + index * NODES * parts + where
@@ -809,8 +996,11 @@ def _write(
             totals += some
             if not WRITE:
                 others += tl.load(there + parts, mask=where < parts, other=0.0, cache_modifier=".cg")
+        if AGAIN:
+            most = tl.load(there + 2 * parts, mask=where < parts, other=0.0, cache_modifier=".cg")
+            ceilings = tl.maximum(ceilings, most)
     c, K = tl.load(state + SCALE), tl.load(state + KEPT)
-    inv, target = _units(tl.load(eps + index * eps_row), P, DOUBLE)
+    inv, target = _units(_budget(eps, index * eps_row), P, DOUBLE)
     free = c / inv.to(tl.float64)  # the scale without regard to the mode
     held = (free > 1) if AT_MOST else ((free < 1) if MODE == 2 else free < 0)
     if WRITE:
@@ -818,9 +1008,9 @@ def _write(
         norm = _root(total, P) / _root(target, P)
         aim = target * 0 + 1 - CLOSE if AT_MOST else target * 0 + 1
         if AT_MOST:
-            right = (norm + SLACK <= 1) & (held | (norm + 2 * CLOSE >= 1))
+            right = (norm + SLACK <= 1) & (held | (flag == SETTLED) | (norm + 2 * CLOSE >= 1))
         else:
-            right = (tl.abs(norm - 1) <= CLOSE) | (held & (norm < INF))
+            right = (tl.abs(norm - 1) <= CLOSE) | ((held | (flag == SETTLED)) & (norm < INF))
         share = tl.load(state + SHARE)
         found = tl.where(held, 1.0, free if HALF else K * (1 + (1 / norm - 1) / share))
         K *= 1 + tl.minimum(tl.maximum((aim / norm - 1) / share, -0.5), 0.5)
@@ -843,11 +1033,18 @@ def _write(
             held = found == 1.0
         c = root
         tl.store(state + SCALE, c)
+    code = tl.where(held, HELD, REGULAR)
+    if AGAIN:
+        # Everything at its bound; NaN, if anything makes no sense.
+        finite = norm < INF if WRITE else U + C < INF
+        right, found = tl.where(corner, finite, right), tl.where(corner, tl.max(ceilings), found)
+        code = tl.where(corner, UNREACHABLE, code)
     if right:
         tl.store(eta + index, found)
-        tl.store(status + index, tl.where(held, HELD, REGULAR).to(tl.int64))
+        tl.store(status + index, code.to(tl.int64))
         tl.store(flags + index * 4, DONE)
     else:
+        tl.store(flags + index * 4, tl.where(flag == FOUND, FOUND, CARE))
         _set(state, K, c, WRITE, DOUBLE)
 
 
@@ -960,7 +1157,7 @@ def _pull_store(
 
 @triton.jit
 def _pull_scalars(eps, eps_row, eta, status, index, DOUBLE: tl.constexpr):
-    e, k, code = tl.load(eps + index * eps_row), tl.load(eta + index), tl.load(status + index)
+    e, k, code = _budget(eps, index * eps_row), tl.load(eta + index), tl.load(status + index)
     regular = code == REGULAR
     some = tl.where(k == k, k, 0.0)
     inv = tl.where(regular, 1 / tl.where(regular & (e > 0), e, 1.0), 0.0)
@@ -1120,11 +1317,60 @@ def _reach_rows(
     tl.store(found + index, tl.where(top < INF, reached, float("nan")))
 
 
+@triton.jit
+def _reach_parts(
+    x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, n, found, counts, partials, parts,
+    P: tl.constexpr, DOUBLE: tl.constexpr, LOW: tl.constexpr, UP: tl.constexpr, SUMS: tl.constexpr,
+    SEGMENT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The largest room of long rows, NaN if anything makes no sense; or then, from that, the reach."""
+    index = tl.program_id(0).to(tl.int64) // parts
+    part = tl.program_id(0) % parts
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    row = _row(x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, index)
+    largest = tl.load(found + index) if SUMS else tl.zeros((), tl.float64) + 1
+    if SUMS:
+        if ~((largest > 0) & (largest < INF)):
+            return
+    first, rest = _split(1 / largest, DOUBLE)
+    one = tl.zeros((CHUNK,), tl.float64)
+    two = tl.zeros((CHUNK,), tl.float64)
+    for start in range(0, SEGMENT, CHUNK):
+        elements = _load(row, part * SEGMENT + start + tl.arange(0, CHUNK), n, LOW, UP, DOUBLE)
+        if SUMS:
+            more, _ = _tile(elements, first, rest, first, False, P, FILLED, DTYPE, 0.0)
+            one += more
+        else:
+            more, _ = _tile(elements, first, rest, first, False, P, ROOM, DTYPE, 0.0)
+            look, _ = _tile(elements, first, rest, first, False, P, LOOK, DTYPE, 0.0)
+            one, two = tl.maximum(one, more.to(tl.float64)), tl.maximum(two, look.to(tl.float64))
+    mine = partials + index * 2 * parts + part
+    tl.store(mine, tl.sum(one) if SUMS else tl.max(one))
+    tl.store(mine + parts, tl.max(two))
+    tl.debug_barrier()
+    if tl.atomic_add(counts + index * 4, 1, sem="acq_rel") != parts - 1:
+        return
+    tl.store(counts + index * 4, 0)
+    one = tl.zeros((256,), tl.float64)
+    two = tl.zeros((256,), tl.float64)
+    for start in range(0, parts, 256):
+        where = start + tl.arange(0, 256)
+        there = partials + index * 2 * parts + where
+        some = tl.load(there, mask=where < parts, other=0.0, cache_modifier=".cg")
+        one = one + some if SUMS else tl.maximum(one, some)
+        two = tl.maximum(two, tl.load(there + parts, mask=where < parts, other=0.0, cache_modifier=".cg"))
+    if SUMS:
+        tl.store(found + index, _root(tl.sum(one), P) * largest)
+    else:
+        tl.store(found + index, tl.where(tl.max(two) < INF, tl.max(one), float("nan")))
+
+
 # --- launches ---------------------------------------------------------------------------------------------------------
 
 
 def _lines(a: Array) -> Array:
     """With the elements of a row next to each other."""
+    a = a.resolve_neg()
     return a if a.shape[1] == 1 or a.stride(1) == 1 else a.contiguous()
 
 
@@ -1133,19 +1379,52 @@ def _rows_of(a: Array) -> int:
     return 0 if a.shape[0] == 1 else a.stride(0)
 
 
-def _problem(x: Array, delta: Array, eps: Array, lower: Array, upper: Array, *rest: Any) -> tuple[Any, ...]:
-    """What every kernel takes first, what of it is constant, and a key for the code."""
-    lines = [_lines(a) for a in (x, delta, lower, upper)]
-    steps = *(_rows_of(a) for a in (*lines, eps)), x.shape[1]
-    kinds = {"DOUBLE": x.dtype == torch.float64, "LOW": lower.shape[1] != 1, "UP": upper.shape[1] != 1}
-    return (*lines, *steps[:4], eps, *steps[4:]), kinds, _key(lines, eps, steps, *rest)
+@functools.lru_cache(maxsize=256)
+def _bits(value: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
-def _block(n: int, kinds: dict[str, Any]) -> dict[str, Any]:
+def _operand(a: Array) -> tuple[Any, int, bool, Any]:
+    """An eps or a bound as kernels take it, its step from row to row, whether it has one value per element; and all
+    that code depends on: what lies at a multiple of 16 bytes, as all of our own does, or how large a number is."""
+    if isinstance(a, float):
+        bits = _bits(a)
+        return bits, 0, False, (bits == 0, bits % 16 == 0)
+    a = _lines(a)
+    return a, _rows_of(a), a.shape[1] != 1, a.data_ptr() % 16 == 0
+
+
+class _Key(NamedTuple):
+    """All that the code of a kernel depends on."""
+
+    dtype: torch.dtype
+    device: int
+    low: bool  # whether that bound has a value per element
+    up: bool
+    rest: tuple[Any, ...]
+
+    def kinds(self) -> dict[str, Any]:
+        return {"DOUBLE": self.dtype == torch.float64, "LOW": self.low, "UP": self.up}
+
+
+def _problem(x: Array, delta: Array, eps: Any, lower: Any, upper: Any, *rest: Any) -> tuple[tuple[Any, ...], _Key]:
+    """What every kernel takes first, and a key for the code."""
+    x, delta = _lines(x), _lines(delta)
+    eps, eps_row, _, of_eps = _operand(eps)
+    lower, lower_row, low, of_lower = _operand(lower)
+    upper, upper_row, up, of_upper = _operand(upper)
+    steps = _rows_of(x), _rows_of(delta), lower_row, upper_row
+    where = x.data_ptr() % 16 == 0, delta.data_ptr() % 16 == 0, of_eps, of_lower, of_upper
+    key = _Key(x.dtype, x.get_device(), low, up, (where, steps, eps_row, x.shape[1], *rest))
+    return (x, delta, lower, upper, *steps, eps, eps_row, x.shape[1]), key
+
+
+def _block(n: int, key: _Key) -> dict[str, Any]:
     """How one program goes through a row: with so few registers that several of them share a processor."""
     size = triton.next_power_of_2(n) if n <= LONGEST else STREAM
-    warps = min(max(size // 1024, 1), 16)
-    fewer = {} if INTERPRETED or kinds["DOUBLE"] or n > LONGEST else {"maxnreg": 128}
+    double = key.dtype == torch.float64
+    warps = min(max(size // (512 if double else 1024), 1), 16)
+    fewer = {} if INTERPRETED or double or n > LONGEST else {"maxnreg": 128}
     return {"BLOCK": max(size, 16), "HOLDS": n <= LONGEST, "num_warps": warps, **fewer}
 
 
@@ -1153,29 +1432,24 @@ def _block(n: int, kinds: dict[str, Any]) -> dict[str, Any]:
 AT_NODES = {"SEGMENT": 8192, "CHUNK": 512, "STAGES": 4, "num_warps": 4}
 VERY_LONG, MORE = 2**22, {"SEGMENT": 32768}  # fewer parts to add up
 IN_WRITE = {"SEGMENT": 4096, "CHUNK": 1024, "num_warps": 4}
+MANY = 2**25  # elements that keep a GPU busy in larger parts, too: for passes that have few rows left
 
 
 _compiled: dict[Any, Any] = {}
 
 
-def _launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], key: Any) -> None:
-    """Run a kernel. Which code that takes is kept under `key`: to find out costs Triton far more than the launch."""
+def _launch(kernel: Any, programs: int, arguments: tuple[Any, ...], key: Any, constants: Any) -> None:
+    """Run a kernel with the constants that a function returns. The code is kept under `key`: to find out which it is
+    costs Triton far more than the launch."""
     known = _compiled.get((kernel, key))
     if known is not None:
         code, values = known
         code[(programs, 1, 1)](*arguments, *values)
         return
-    code = kernel[(programs,)](*arguments, **constants)
+    given = constants()
+    code = kernel[(programs,)](*arguments, **given)
     if not INTERPRETED:
-        _compiled[kernel, key] = code, [constants[name] for name in kernel.arg_names[len(arguments) :]]
-
-
-def _key(lines: list[Array], eps: Array, steps: tuple[int, ...], *rest: Any) -> Any:
-    """All that code depends on: dtypes, lengths, and what lies at a multiple of 16 bytes, as all of our own does."""
-    where = 0
-    for a in (*lines, eps):
-        where = where << 1 | (a.data_ptr() & 15 == 0)
-    return lines[0].dtype, lines[0].device, lines[2].shape[1], lines[3].shape[1], where, steps, *rest
+        _compiled[kernel, key] = code, [given[name] for name in kernel.arg_names[len(arguments) :]]
 
 
 def _on_device(function: Any) -> Any:
@@ -1195,33 +1469,52 @@ def _on_device(function: Any) -> Any:
 def solve(
     x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, mode: str, write: bool
 ) -> tuple[Array, Array, Array]:
-    """v (empty unless `write`), eta and status."""
+    """v (empty unless `write`), eta and status. eps and bounds may be numbers, which then need no place on the GPU."""
     rows, n = x.shape
-    v = torch.empty((rows, n) if write else 0, dtype=x.dtype, device=x.device)
+    v = torch.empty_like(x, memory_format=torch.contiguous_format) if write else x.new_empty(0)
     eta = torch.empty((rows, 1), dtype=torch.float64, device=x.device)
     status = torch.empty((rows, 1), dtype=torch.int64, device=x.device)
     if not rows * n:
         return v, eta.zero_(), status.fill_(_math.ZERO)
-    given, kinds, key = _problem(x, delta, eps, lower, upper, p, mode, write)
-    options = {"P": p, "MODE": MODES[mode], "WRITE": write, **kinds}
-    half = {"HALF": x.dtype.itemsize == 2}
+    given, key = _problem(x, delta, eps, lower, upper, p, mode, write)
+
+    def options(**more: Any) -> dict[str, Any]:
+        return {"P": p, "MODE": MODES[mode], "WRITE": write, **key.kinds(), **more}
+
+    def rounds(**more: Any) -> dict[str, Any]:
+        return {"P": p, "MODE": MODES[mode], "LOW": key.low, "UP": key.up, **more}
+
+    half = x.dtype.itemsize == 2
     flags = status
     if n > LONGEST:
+        many = rows * n >= MANY
         at_nodes = AT_NODES if n < VERY_LONG else {**AT_NODES, **MORE}
-        parts, pieces = (-(-n // shape["SEGMENT"]) for shape in (at_nodes, IN_WRITE))
+        at_last = {**AT_NODES, **MORE} if many else at_nodes
+        to_write = {**IN_WRITE, "SEGMENT": 2 * IN_WRITE["SEGMENT"]} if many else IN_WRITE
+        parts, ends, pieces, halves = (-(-n // shape["SEGMENT"]) for shape in (at_nodes, at_last, IN_WRITE, to_write))
         state = torch.empty((rows, STATE.value), dtype=torch.float64, device=x.device)
         flags, counts = torch.empty((2, rows, 4), dtype=torch.int32, device=x.device)  # each aligned as the code is for
         partials = torch.empty((rows, NODES.value, max(parts, pieces)), dtype=torch.float64, device=x.device)
         shared = state, flags, counts, partials
         sample = {"SIZE": SAMPLE, "RUN": SAMPLE_RUN, "num_warps": max(1, SAMPLE // 1024)}
-        _launch(_start, rows, (*given, *shared[:3]), {"P": p, **kinds, **sample}, key)
-        for last in (False, True):
-            found = {**options, **at_nodes, "LAST": last}
-            _launch(_nodes, rows * parts, (*given, *shared, parts), found, (last, key))
-        for _ in range(2):
-            arguments = *given, v, eta, status, *shared, pieces
-            _launch(_write, rows * pieces, arguments, {**options, **half, **IN_WRITE}, key)
-    _launch(_solve_rows, rows, (*given, v, eta, status, flags), {**options, **half, **_block(n, kinds)}, key)
+        _launch(_start, rows, (*given, *shared[:3]), key, lambda: {"P": p, **key.kinds(), **sample})
+        for which in (OPENING, MIDDLE, MIDDLE) if x.dtype == torch.float64 else (OPENING,):
+            constants = functools.partial(options, PASS=which.value, **at_nodes)
+            _launch(_nodes, rows * parts, (*given, *shared, parts), (which.value, key), constants)
+        constants = functools.partial(options, PASS=CLOSING.value, **at_last)
+        _launch(_nodes, rows * ends, (*given, *shared, ends), (CLOSING.value, many, key), constants)
+        if half and write:
+            arguments = *given, v, *shared, pieces
+            for i in range(ROUNDS):
+                constants = functools.partial(rounds, FIRST_ROUND=i == 0, **IN_WRITE)
+                _launch(_rounds, rows * pieces, arguments, (i == 0, key), constants)
+        arguments = *given, v, eta, status, *shared
+        constants = functools.partial(options, HALF=half, AGAIN=False, **IN_WRITE)
+        _launch(_write, rows * pieces, (*arguments, pieces), (False, key), constants)
+        constants = functools.partial(options, HALF=half, AGAIN=True, **to_write)
+        _launch(_write, rows * halves, (*arguments, halves), (True, many, key), constants)
+    arguments = *given, v, eta, status, flags
+    _launch(_solve_rows, rows, arguments, key, lambda: options(HALF=half, **_block(n, key)))
     return v, eta, status
 
 
@@ -1230,8 +1523,17 @@ def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float) -> Array
     rows, n = x.shape
     found = torch.zeros((rows, 1), dtype=torch.float64, device=x.device)
     if rows * n:
-        given, kinds, key = _problem(x, delta, found, lower, upper, p)
-        _launch(_reach_rows, rows, (*given[:8], n, found), {"P": p, **kinds, **_block(n, kinds)}, key)
+        given, key = _problem(x, delta, 0.0, lower, upper, p)
+        arguments = *given[:8], n, found
+        if n <= LONGEST:
+            _launch(_reach_rows, rows, arguments, key, lambda: {"P": p, **key.kinds(), **_block(n, key)})
+            return found
+        parts = -(-n // IN_WRITE["SEGMENT"])
+        counts = torch.zeros((rows, 4), dtype=torch.int32, device=x.device)
+        arguments = *arguments, counts, torch.empty((rows, 2, parts), dtype=torch.float64, device=x.device), parts
+        for sums in (False,) if p == math.inf else (False, True):
+            constants = functools.partial(dict, P=p, SUMS=sums, **key.kinds(), **IN_WRITE)
+            _launch(_reach_parts, rows * parts, arguments, (sums, key), constants)
     return found
 
 
@@ -1248,17 +1550,22 @@ def vjp(
         g_steps = _rows_of(g), 0 if g.shape[1] == 1 else g.stride(1)
         some_h = eps_bar if h is None else h.contiguous()
         further = p, needs, g_steps, g.dtype, g.data_ptr() & 15 == 0, h is None
-        given, kinds, key = _problem(x, delta, eps, lower, upper, *further)
+        given, key = _problem(x, delta, eps, lower, upper, *further)
         given = *given, eta, status, g, *g_steps
+
+        def options(**more: Any) -> dict[str, Any]:
+            return {"P": p, **key.kinds(), **more}
+
         wanted = dict(zip(("X_BAR", "DELTA_BAR", "C_BAR"), needs, strict=True))
-        kinds = {"P": p, **kinds}
+        with_h = {"H": h is not None}
         if n > LONGEST and p < math.inf:
             parts = -(-n // IN_WRITE["SEGMENT"])
             counts = torch.zeros((rows, 4), dtype=torch.int32, device=x.device)
             partials = torch.empty((rows, 2, parts), dtype=torch.float64, device=x.device)
-            sums = *given, some_h, eps_bar, counts, partials, parts
-            _launch(_pull_sums, rows * parts, sums, {"H": h is not None, **kinds, **IN_WRITE}, key)
-            _launch(_pull_write, rows * parts, (*given, *bars, eps_bar, parts), {**wanted, **kinds, **IN_WRITE}, key)
-        alone = {"H": h is not None, **wanted, **kinds, **_block(n, kinds)}
-        _launch(_pull_rows, rows, (*given, some_h, *bars, eps_bar), alone, key)
+            arguments = *given, some_h, eps_bar, counts, partials, parts
+            _launch(_pull_sums, rows * parts, arguments, key, lambda: options(**with_h, **IN_WRITE))
+            arguments = *given, *bars, eps_bar, parts
+            _launch(_pull_write, rows * parts, arguments, key, lambda: options(**wanted, **IN_WRITE))
+        arguments = *given, some_h, *bars, eps_bar
+        _launch(_pull_rows, rows, arguments, key, lambda: options(**with_h, **wanted, **_block(n, key)))
     return [*bars[:2], eps_bar, bars[2]]
