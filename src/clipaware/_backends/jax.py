@@ -16,6 +16,7 @@ import math
 import sys
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import count
 from typing import Any
 
 import jax
@@ -544,6 +545,38 @@ def _pulled(
         return jnp.sum(widen(bar), axis=tuple(axis for axis in (0, 1) if shape[axis] == 1), keepdims=True)
 
     return list(map(summed, (x_bar, delta_bar, eps_bar, low_bar, high_bar), shapes))
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+log = jnp.log
+
+
+def random(x: Array, seed: Any) -> tuple[Any, Any]:
+    """Two functions that draw as many as an array like x has: normal numbers, and uniform ones from 0 to below 1."""
+    if seed is None:
+        _check.seed_is_given(not _is_traced(x))
+        seed = np.random.SeedSequence().generate_state(1, np.uint64)[0]
+    if isinstance(seed, int | np.integer):
+        high, low = np.array(divmod(int(seed), 2**32), np.uint32)
+        seed = jax.random.fold_in(jax.random.key(low), high)
+    drawn, dtype = count(), jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+
+    def draw(distribution: Callable[..., Array], like: Array) -> Array:
+        return distribution(jax.random.fold_in(seed, next(drawn)), like.shape, dtype)
+
+    return partial(draw, jax.random.normal), partial(draw, jax.random.uniform)
+
+
+def is_traced(x: Array) -> bool:
+    return _is_traced(x)
+
+
+def filtered(a: Array, gain: Any, axes: tuple[int, ...]) -> Array:
+    """a with its spectrum over these axes, the last of them halved, multiplied by NumPy's array `gain`."""
+    spectrum = jnp.fft.rfftn(a, axes=axes) * gain.astype(a.dtype)
+    return jnp.fft.irfftn(spectrum, [a.shape[axis] for axis in axes], axes)
 
 
 _this = sys.modules[__name__]

@@ -551,4 +551,29 @@ def vjp(
         return tuple(_backward(saved, p, g.detach(), None, (True,) * 5))
 
 
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+log = torch.log
+
+
+def random(x: Array, seed: Any) -> tuple[Any, Any]:
+    """Two functions that draw as many as an array like x has: normal numbers, and uniform ones from 0 to below 1."""
+    own = seed is None or isinstance(seed, torch.Generator)
+    generator = seed if own else torch.Generator(x.device).manual_seed(int(seed))
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    options: Any = {"generator": generator, "dtype": dtype, "device": x.device}
+    return lambda like: torch.randn(like.shape, **options), lambda like: torch.rand(like.shape, **options)
+
+
+def is_traced(x: Array) -> bool:
+    return _is_traced(x)
+
+
+def filtered(a: Array, gain: Any, axes: tuple[int, ...]) -> Array:
+    """a with its spectrum over these axes, the last of them halved, multiplied by NumPy's array `gain`."""
+    spectrum = torch.fft.rfftn(a, dim=axes) * torch.from_numpy(gain).to(a)
+    return torch.fft.irfftn(spectrum, [a.shape[axis] for axis in axes], axes)
+
+
 _this = sys.modules[__name__]
