@@ -122,6 +122,17 @@ def test_noise_page():
     assert names["model"](np.zeros((4, 32, 32, 3), np.float32)).shape == (4, 10)
 
 
+def test_attacks_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    first, plot, *_ = blocks(ROOT / "docs" / "attacks.md")
+    names: dict = {}
+    exec(first, names)
+    assert (names["found"].norms <= 0.5).all()
+    assert 0 < names["robustness"].median < 20
+    exec(plot, names)
+    assert (tmp_path / "robustness.png").stat().st_size > 1000
+
+
 def test_table_is_as_printed():
     for table in ("table.md", "gpu_table.md"):
         assert (ROOT / "benchmarks" / "results" / table).read_text() in README.read_text()

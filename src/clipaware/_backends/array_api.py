@@ -486,4 +486,21 @@ def filtered(a: Array, gain: Any, axes: tuple[int, ...]) -> Array:
     return xp.fft.irfftn(spectrum, s=[a.shape[axis] for axis in axes], axes=axes)
 
 
+# --- batches and models -----------------------------------------------------------------------------------------------
+
+
+def take(a: Array, rows: Any) -> Array:
+    """These rows, by their numbers."""
+    return _xp(a).take(a, _xp(a).asarray(rows, device=a.device), axis=0)
+
+
+def concatenate(pieces: list[Array]) -> Array:
+    return _xp(pieces[0]).concat(pieces)
+
+
+def evaluated(model: Any, x: Array) -> Array:
+    """What the model makes of x, of which nobody asks for derivatives."""
+    return model(x)
+
+
 _this = sys.modules[__name__]

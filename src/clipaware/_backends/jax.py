@@ -579,4 +579,39 @@ def filtered(a: Array, gain: Any, axes: tuple[int, ...]) -> Array:
     return jnp.fft.irfftn(spectrum, [a.shape[axis] for axis in axes], axes)
 
 
+# --- batches and models -----------------------------------------------------------------------------------------------
+
+
+def take(a: Array, rows: Any) -> Array:
+    """These rows, by their numbers."""
+    return a[rows]
+
+
+def concatenate(pieces: list[Array]) -> Array:
+    return jnp.concatenate(pieces)
+
+
+def evaluated(model: Any, x: Array) -> Array:
+    """What the model makes of x, of which nobody asks for derivatives."""
+    return model(x)
+
+
+def gradient(loss: Any, x: Array) -> tuple[Array, Array]:
+    """The gradient in x of a loss, and what comes with it: `loss` returns both."""
+    found: tuple[Array, Array] = jax.grad(loss, has_aux=True)(x)
+    return found
+
+
+def log_softmax(scores: Array) -> Array:
+    return jax.nn.log_softmax(scores, 1)
+
+
+def highest(scores: Array) -> Array:
+    return scores.max(1, keepdims=True)
+
+
+def labels_like(labels: Any, x: Array) -> Array:
+    return jnp.asarray(labels)
+
+
 _this = sys.modules[__name__]

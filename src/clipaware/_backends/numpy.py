@@ -523,4 +523,21 @@ def filtered(a: Array, gain: Array, axes: tuple[int, ...]) -> Array:
     return np.fft.irfftn(spectrum, [a.shape[axis] for axis in axes], axes)
 
 
+# --- batches and models -----------------------------------------------------------------------------------------------
+
+
+def take(a: Array, rows: Array) -> Array:
+    """These rows, by their numbers."""
+    return a[rows]
+
+
+def concatenate(pieces: list[Array]) -> Array:
+    return np.concatenate(pieces)
+
+
+def evaluated(model: Any, x: Array) -> Array:
+    """What the model makes of x, of which nobody asks for derivatives."""
+    return model(x)
+
+
 _this = sys.modules[__name__]

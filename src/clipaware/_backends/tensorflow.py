@@ -555,5 +555,43 @@ def filtered(a: Array, gain: Any, axes: tuple[int, ...]) -> Array:
     return tf.transpose(back(spectrum, [a.shape[axis] for axis in axes]), np.argsort(order))
 
 
+# --- batches and models -----------------------------------------------------------------------------------------------
+
+
+def take(a: Array, rows: Any) -> Array:
+    """These rows, by their numbers."""
+    return tf.gather(a, rows)
+
+
+def concatenate(pieces: list[Array]) -> Array:
+    return tf.concat(pieces, 0)
+
+
+def evaluated(model: Any, x: Array) -> Array:
+    """What the model makes of x, of which nobody asks for derivatives."""
+    return model(x)
+
+
+def gradient(loss: Any, x: Array) -> tuple[Array, Array]:
+    """The gradient in x of a loss, and what comes with it: `loss` returns both."""
+    x = tf.convert_to_tensor(x)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        value, scores = loss(x)
+    return tape.gradient(value, x), scores
+
+
+def log_softmax(scores: Array) -> Array:
+    return tf.nn.log_softmax(scores, 1)
+
+
+def highest(scores: Array) -> Array:
+    return tf.reduce_max(scores, 1, keepdims=True)
+
+
+def labels_like(labels: Any, x: Array) -> Array:
+    return tf.constant(labels)
+
+
 _this = sys.modules[__name__]
 _derivable = SimpleNamespace(**(vars(_this) | {"when": _changed}))
