@@ -124,13 +124,16 @@ def test_noise_page():
 
 def test_attacks_page(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    first, plot, *_ = blocks(ROOT / "docs" / "attacks.md")
+    first, plot, foolbox, *_ = blocks(ROOT / "docs" / "attacks.md")
     names: dict = {}
     exec(first, names)
     assert (names["found"].norms <= 0.5).all()
     assert 0 < names["robustness"].median < 20
     exec(plot, names)
     assert (tmp_path / "robustness.png").stat().st_size > 1000
+    pytest.importorskip("foolbox", reason="Foolbox is not installed")
+    exec(foolbox, names)
+    assert names["success"].shape == (3, 16)
 
 
 def test_table_is_as_printed():
