@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -122,9 +123,9 @@ def test_noise_page():
     assert names["model"](np.zeros((4, 32, 32, 3), np.float32)).shape == (4, 10)
 
 
-def test_attacks_page(tmp_path, monkeypatch, capsys):
+def test_attacks_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first, plot, foolbox, *_ = blocks(ROOT / "docs" / "attacks.md")
+    first, plot, foolbox, art = blocks(ROOT / "docs" / "attacks.md")
     names: dict = {}
     exec(first, names)
     assert (names["found"].norms <= 0.5).all()
@@ -134,6 +135,11 @@ def test_attacks_page(tmp_path, monkeypatch, capsys):
     pytest.importorskip("foolbox", reason="Foolbox is not installed")
     exec(foolbox, names)
     assert names["success"].shape == (3, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its own imports
+        pytest.importorskip("art", reason="the Adversarial Robustness Toolbox is not installed")
+        exec(art, names)
+    assert abs(names["v"] - names["x"]).max() <= 0.1
 
 
 def test_table_is_as_printed():

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from clipaware.noise import KINDS, sample
 from clipaware.reference import norm64
 
 Array = Any
+Slope = Callable[[Array, Array], tuple[Array, Array]]
 
 __all__ = ["AttackResult", "Robustness", "gradient_attack", "noise_attack", "noise_robustness"]
 
@@ -156,7 +158,7 @@ def noise_attack(
     >>> found.success, found.norms.round(12)
     (array([False, False,  True, False]), array([1., 1., 1., 1.]))
     """
-    task = _Task(model, x, labels, p, bounds, targeted, batch_size)
+    task = Task(model, x, labels, p, bounds, targeted, batch_size)
     _check.option(noise, KINDS, "noise")
     _positive(repeats, "repeats")
     sizes, seeds = task.per_sample(eps), _seeds(seed)
@@ -220,7 +222,7 @@ def noise_robustness(
     >>> found.eps.round(2), round(found.median, 2)
     (array([2.27, 0.39, 0.  ]), 0.39)
     """
-    task = _Task(model, x, labels, p, bounds, False, batch_size)
+    task = Task(model, x, labels, p, bounds, False, batch_size)
     _check.option(noise, KINDS, "noise")
     _positive(repeats, "repeats")
     if largest is not None and not (_check.is_number(largest) and 0 < largest < math.inf):
@@ -244,7 +246,7 @@ def noise_robustness(
 
 
 def _along(
-    task: _Task, rows: Array, noise: str, seed: Any, best: Array, largest: float | None, tolerance: float
+    task: Task, rows: Array, noise: str, seed: Any, best: Array, largest: float | None, tolerance: float
 ) -> Array:
     """The smallest eps that flips each of these samples along one direction; infinite if it is not less than `best`."""
     be, (here, box) = task.be, task.of(rows)
@@ -334,24 +336,18 @@ def gradient_attack(
     >>> found.norms.round(6)
     array([1., 1., 1., 1., 1.])
     """
-    task = _Task(model, x, labels, p, bounds, targeted, batch_size)
+    task = Task(model, x, labels, p, bounds, targeted, batch_size)
     if not hasattr(task.be, "gradient"):
         raise TypeError(
             f"x is {described(x)}, expected one of PyTorch, TensorFlow or JAX, which differentiate the model"
         )
     if not callable(loss):
         _check.option(loss, LOSSES, "loss")
-    climb = _Climb(task, task.per_sample(eps), steps, step_size, random_start, loss)
-    seeds, kept = _seeds(seed), _Kept(task)
-    with _bar(progress, task.samples, "gradient attack") as bar:
-        for rows in task.batches(np.arange(task.samples)):
-            v, step = climb(rows, next(seeds))
-            kept.add(rows, v, np.ones(len(rows), bool), step)
-            bar.update(len(rows))
-    return kept.result()
+    climb = Climb(task, task.per_sample(eps), steps, step_size, random_start, partial(_slope, task, loss))
+    return climb.all(seed, progress)
 
 
-class _Task:
+class Task:
     """The arguments that attacks share, checked before anything takes long, and what is asked of the model."""
 
     def __init__(
@@ -433,8 +429,8 @@ class _Task:
 class _Kept:
     """The result in the making: pieces of what it is to be, in the order in which they come."""
 
-    def __init__(self, task: _Task) -> None:
-        self.task, self.rows, self.pieces = task, [np.arange(0)], []  # type: tuple[_Task, list[Array], list[Array]]
+    def __init__(self, task: Task) -> None:
+        self.task, self.rows, self.pieces = task, [np.arange(0)], []  # type: tuple[Task, list[Array], list[Array]]
         self.norms, self.repeat = np.zeros(task.samples), np.full(task.samples, -1)
 
     def add(self, rows: Array, v: Array, some: Array, repeat: Array) -> None:
@@ -456,23 +452,33 @@ class _Kept:
         return AttackResult(perturbed, self.repeat >= 0, self.norms, self.repeat)
 
 
-class _Climb:
-    """The steps of a gradient attack, for a batch at a time."""
+class Climb:
+    """The steps of a gradient attack. `slope` has the gradient and the scores, in NumPy, of a batch with its labels."""
 
     def __init__(
-        self, task: _Task, eps: Array, steps: int, step_size: float | None, random_start: bool, loss: Any
+        self, task: Task, eps: Array, steps: int, step_size: float | None, random_start: bool, slope: Slope
     ) -> None:
         _positive(steps, "steps")
         if step_size is not None and not (_check.is_number(step_size) and 0 < step_size < math.inf):
             raise ValueError(f"step_size is {step_size}, expected a positive number or None")
         self.task, self.eps, self.steps, self.step_size = task, eps, steps, step_size
-        self.random_start, self.loss = random_start, loss
+        self.random_start, self.slope = random_start, slope
 
-    def __call__(self, rows: Array, seed: Any) -> tuple[Array, Array]:
+    def all(self, seed: int | None, progress: bool) -> AttackResult:
+        """Batch after batch."""
+        seeds, kept = _seeds(seed), _Kept(self.task)
+        with _bar(progress, self.task.samples, "gradient attack") as bar:
+            for rows in self.task.batches(np.arange(self.task.samples)):
+                v, step = self.batch(rows, next(seeds))
+                kept.add(rows, v, np.ones(len(rows), bool), step)
+                bar.update(len(rows))
+        return kept.result()
+
+    def batch(self, rows: Array, seed: int | None) -> tuple[Array, Array]:
         """Samples, and the step at which each succeeded."""
         task, be, eps = self.task, self.task.be, self.eps[rows]
         x, box = task.of(rows)
-        size = np.minimum(1, 2.5 / self.steps) * eps if self.step_size is None else np.full(len(rows), self.step_size)
+        size = min(1, 2.5 / self.steps) * eps if self.step_size is None else np.full(len(rows), self.step_size)
         v, best, step = x, x, np.full(len(rows), -1)
         if self.random_start:
             kind = {1: "laplace", math.inf: "uniform"}.get(task.p, "gaussian")
@@ -488,33 +494,14 @@ class _Climb:
         return best, step
 
     def gradient(self, v: Array, rows: Array) -> tuple[Array, Array]:
-        """In the direction of success: the gradient, and the scores in NumPy."""
-        task, be, labels = self.task, self.task.be, self.task.labels[rows]
-
-        def value(v: Array) -> tuple[Array, Array]:
-            scores = task.model(v)
-            task.shaped(scores, len(rows))
-            if callable(self.loss):
-                losses = self.loss(scores, be.labels_like(labels, v))
-            else:
-                mine = be.as_bound(np.eye(int(scores.shape[1]))[labels], scores)
-                if self.loss == "cross-entropy":
-                    losses = -mine * be.log_softmax(scores)
-                else:
-                    # Less so much that the label's own score is none of the best others.
-                    others = scores - mine * 2 * (1 + be.highest(abs(be.constant(scores))))
-                    losses = be.sum_axes(be.highest(others), (0, 1)) - be.sum_axes(mine * scores, (0, 1))
-            return be.sum_axes(losses, tuple(range(be.ndim(losses)))), scores
-
-        g, scores = be.gradient(value, v)
-        scores = task.looked_at(scores, len(rows))
-        if g is None:
-            raise ValueError("the loss does not depend on x, expected a model that can be differentiated")
+        """In the direction of success, and the scores."""
+        be = self.task.be
+        g, scores = self.slope(v, self.task.labels[rows])
         total = _host(be, be.row_sum(abs(be.reshape(g, (len(rows), -1)))))
         if not np.isfinite(total).all():
             bad = int((~np.isfinite(total)).sum())
             raise ValueError(f"the gradient of the loss is NaN or infinite for {bad} of {len(rows)} sample(s)")
-        return (-g if task.targeted else g), scores
+        return (-g if self.task.targeted else g), scores
 
     def moved(self, v: Array, g: Array, size: Array, box: tuple[Any, Any]) -> Array:
         """The step of that size that gains most, to first order, inside the bounds."""
@@ -549,6 +536,32 @@ class _Climb:
             outward = np.where((after - before) * along >= 0, along, 0)
             v = be.as_bound(_filled(after, outward, missing, lower, upper), x)
         return perturb(x, v - x, eps, p=p, bounds=box, mode="at_most")
+
+
+def _slope(task: Task, loss: Any, v: Array, labels: Array) -> tuple[Array, Array]:
+    """The gradient of the loss in a batch, and the model's scores in NumPy."""
+    be = task.be
+
+    def value(v: Array) -> tuple[Array, Array]:
+        scores = task.model(v)
+        task.shaped(scores, len(labels))
+        if callable(loss):
+            losses = loss(scores, be.labels_like(labels, v))
+        else:
+            mine = be.as_bound(np.eye(int(scores.shape[1]))[labels], scores)
+            if loss == "cross-entropy":
+                losses = -mine * be.log_softmax(scores)
+            else:
+                # Less so much that the label's own score is none of the best others.
+                others = scores - mine * 2 * (1 + be.highest(abs(be.constant(scores))))
+                losses = be.sum_axes(be.highest(others), (0, 1)) - be.sum_axes(mine * scores, (0, 1))
+        return be.sum_axes(losses, tuple(range(be.ndim(losses)))), scores
+
+    g, scores = be.gradient(value, v)
+    scores = task.looked_at(scores, len(labels))
+    if g is None:
+        raise ValueError("the loss does not depend on x, expected a model that can be differentiated")
+    return g, scores
 
 
 def _chosen(be: Any, some: Array, new: Array, old: Array) -> Array:
