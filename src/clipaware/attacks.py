@@ -365,7 +365,8 @@ class Task:
             warnings.warn(
                 "the model is in training mode, in which its answers may be random: model.eval()", stacklevel=3
             )
-        self.model, self.x, self.samples, self.batch_size = model, x, int(be.shape(x)[0]), batch_size
+        self.model, self.x, self.batch_size = model, be.constant(x), batch_size
+        self.samples = int(be.shape(x)[0])
         self.labels = _labels(labels, self.samples)
         _check_inside(be, x, self.bounds, self.p)
 
