@@ -125,7 +125,7 @@ def test_gradients_spend_all_and_not_more(framework, name):
     model, make = made(framework)
     x, labels = problem()
     p = order(name)
-    epsilons = {1: [2.0, 5.0], 2: [0.3, 0.8], math.inf: [0.03, 0.1]}[p]
+    epsilons = {2: [0.3, 0.8], math.inf: [0.03, 0.1]}[p]
     raw = make(x, "float32")
     targets = (labels + 1) % CLASSES
     for criterion, attack in (
@@ -144,7 +144,7 @@ def test_gradients_succeed_where_theirs_do(name):
     model, make = made("torch")
     x, labels = problem()
     raw, labels = make(x, "float32"), torch.from_numpy(labels)
-    epsilons = {1: [2.0, 5.0, 10.0], 2: [0.3, 0.5, 0.8], math.inf: [0.03, 0.05, 0.1]}[order(name)]
+    epsilons = {2: [0.3, 0.5, 0.8], math.inf: [0.03, 0.05, 0.1]}[order(name)]
     _, _, ours = getattr(mine, name)()(model, raw, labels, epsilons=epsilons)
     _, _, theirs = getattr(fb.attacks, name)()(model, raw, labels, epsilons=epsilons)
     assert (ours.sum(1) >= theirs.sum(1)).all()
@@ -200,6 +200,10 @@ def test_any_norm_noise_and_bounds_per_channel():
     np.testing.assert_allclose(norms(v, x, 3), 0.6, rtol=3e-7)
     assert (v.numpy() >= lower).all()
     assert (v.numpy() <= upper).all()
+    (v,), _, success = mine.GradientAttack(p=1)(model, make(x, "float32"), torch.from_numpy(labels), epsilons=[4.0])
+    # The one that is filled last stops on the way, and float32 moves those at their bounds by an ulp.
+    inside = np.minimum(v.numpy() - lower, upper - v.numpy()) > 1e-6
+    assert ((inside & (abs(v.numpy() - x) > 1e-6)).reshape(N, -1).sum(1) <= 1).all()
     pgd = mine.GradientAttack(p=1.5, steps=4, bounds=(lower, upper), loss="margin")
     (v,), _, success = pgd(model, make(x, "float32"), torch.from_numpy(labels), epsilons=[1.0])
     assert (norms(v, x, 1.5) <= 1.0).all()

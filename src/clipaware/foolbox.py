@@ -1,7 +1,7 @@
 """Attacks for Foolbox whose perturbations have their epsilon after clipping: change the import, and keep the rest.
 
-All of Foolbox's additive and repeated noise attacks and its fast gradient attacks are here under their names. They take
-Foolbox's models and criteria, several epsilons at once, and have ``repeat()``.
+All of Foolbox's additive and repeated noise attacks and its fast gradient attacks for L2 and Linf are here under their
+names. They take Foolbox's models and criteria, several epsilons at once, and have ``repeat()``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ Array = Any
 __all__ = [
     "AdditiveNoiseAttack",
     "GradientAttack",
-    "L1FastGradientAttack",
     "L2AdditiveGaussianNoiseAttack",
     "L2AdditiveUniformNoiseAttack",
     "L2ClippingAwareAdditiveGaussianNoiseAttack",
@@ -263,13 +262,6 @@ class GradientAttack(_Exact):
             seed=self._seed(),
         )
         return restore(astensor(found.perturbed))
-
-
-class L1FastGradientAttack(GradientAttack):
-    """The fast gradient method with an L1 norm of epsilon after clipping: elements to their bounds, in order."""
-
-    def __init__(self, *, random_start: bool = False, **options: Any) -> None:
-        super().__init__(p=1, random_start=random_start, **options)
 
 
 class L2FastGradientAttack(GradientAttack):
