@@ -301,7 +301,7 @@ def table(name: str, rows: list[Row]) -> str:
             rates.append(f"{row[method] / row['samples']:.1%} [{low:.1%}, {high:.1%}]")
         more, half = gain(row)
         lines.append(
-            f"| {row['attack']} | {row['p']:g} | {row['eps']:.4g} | {row['samples']} | {row['naive_norm']:.5g}, "
+            f"| {row['attack']} | {row['p']:g} | {row['eps']:.5g} | {row['samples']} | {row['naive_norm']:.5g}, "
             f"{row['naive_norm'] / row['eps']:.1%} | {rates[0]} | {row['exact_norm']:.6g} | {rates[1]} "
             f"| {100 * more:+.1f} ± {100 * half:.1f} points |"
         )
