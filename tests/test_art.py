@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import numpy as np
 import pytest
@@ -11,14 +10,12 @@ import torch
 
 from clipaware.reference import norm64
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of its own imports
-    pytest.importorskip("art", reason="the Adversarial Robustness Toolbox is not installed")
-    from art.attacks.evasion import FastGradientMethod
-    from art.estimators.classification import BlackBoxClassifier, PyTorchClassifier
-    from art.exceptions import EstimatorError
+pytest.importorskip("art", reason="the Adversarial Robustness Toolbox is not installed")
+from art.attacks.evasion import FastGradientMethod
+from art.estimators.classification import BlackBoxClassifier, PyTorchClassifier
+from art.exceptions import EstimatorError
 
-    from clipaware.art import GradientAttack, NoiseAttack
+from clipaware.art import GradientAttack, NoiseAttack
 
 N, SHAPE, CLASSES = 40, (3, 6, 5), 4
 

@@ -92,3 +92,20 @@ def test_intervals(study):
     more, half = study.gain({"samples": 100, "only_exact": 10, "only_naive": 4})
     assert more == pytest.approx(0.06)
     assert half == pytest.approx(1.96 * math.sqrt(0.14 - 0.06**2) / 10)
+
+
+def test_tables_are_as_in_the_csv(study):
+    with (FILE.parent / "results" / "attack_study.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        for key in set(row) - {"study", "attack"}:
+            whole = key in ("samples", "naive", "exact", "only_naive", "only_exact")
+            row[key] = int(row[key]) if whole else float(row[key])
+    page = (FILE.parent.parent / "docs" / "attacks.md").read_text()
+    for name in study.SIZES:
+        assert study.table(name, rows) in page
+    # What the page says of them: the exact attack is no worse wherever something was lost.
+    for row in rows:
+        if row["naive_norm"] < 0.97 * row["eps"]:
+            assert row["exact"] > row["naive"]
+        assert row["exact_norm"] == pytest.approx(row["eps"], rel=1e-6)

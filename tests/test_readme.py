@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -135,10 +134,8 @@ def test_attacks_page(tmp_path, monkeypatch):
     pytest.importorskip("foolbox", reason="Foolbox is not installed")
     exec(foolbox, names)
     assert names["success"].shape == (3, 16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its own imports
-        pytest.importorskip("art", reason="the Adversarial Robustness Toolbox is not installed")
-        exec(art, names)
+    pytest.importorskip("art", reason="the Adversarial Robustness Toolbox is not installed")
+    exec(art, names)
     assert abs(names["v"] - names["x"]).max() <= 0.1
 
 
