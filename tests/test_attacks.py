@@ -10,6 +10,7 @@ import torch
 
 import clipaware as ca
 from clipaware import attacks
+from clipaware._backends import torch as torch_backend
 from clipaware.attacks import AttackResult, Robustness, gradient_attack, noise_attack, noise_robustness
 from clipaware.reference import bisect_rescale, norm64
 from conftest import BACKENDS, MODULES, jax, tf
@@ -509,3 +510,15 @@ def test_without_bounds_there_must_be_a_largest_eps():
         noise_robustness(_linear, x, labels, bounds=(LOWER, UPPER), largest=-1)
     with pytest.raises(ValueError, match="tolerance is 2, expected a number between 0 and 1"):
         noise_robustness(_linear, x, labels, bounds=(LOWER, UPPER), tolerance=2)
+
+
+def test_x_is_looked_at_on_an_accelerator_too(monkeypatch):
+    monkeypatch.setattr(torch_backend, "values_of", lambda a: None)
+    monkeypatch.setattr(torch_backend, "_numpy_can", lambda x: False)
+    x, labels = problem()
+    bounds = torch.from_numpy(LOWER), torch.from_numpy(UPPER)
+    found = noise_attack(linear("torch"), torch.from_numpy(x), labels, 1.0, bounds=bounds, seed=0)
+    np.testing.assert_allclose(found.norms, 1.0, rtol=3e-7)
+    x[57, 1, 0, 0] = 1.5
+    with pytest.raises(ValueError, match="outside its bounds, the worst in sample 57"):
+        noise_attack(linear("torch"), torch.from_numpy(x), labels, 1.0, bounds=bounds)
