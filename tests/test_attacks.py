@@ -379,6 +379,7 @@ def test_models_of_the_frameworks():
     if tf is not None:
         import keras
 
+        keras.utils.set_random_seed(0)
         layers = [keras.Input(SHAPE), keras.layers.Flatten(), keras.layers.Dropout(0.9), keras.layers.Dense(CLASSES)]
         model = keras.Sequential(layers)
         mine = tf.constant(x)

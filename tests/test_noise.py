@@ -211,6 +211,18 @@ def test_what_a_sample_is():
     assert_norms(AddNoise("gaussian", 1.0, seed=0, axis="batch")(picture), picture, 1.0, rtol=1e-13)
 
 
+@pytest.mark.parametrize("shape", [(3, 64, 64), (64, 64, 3)])
+def test_one_picture_has_one_eps_and_pink_noise_over_both_of_its_axes(framework, shape):
+    x = np.full(shape, 0.5)
+    augment = AddNoise("pink", (1.0, 2.0), seed=0)
+    delta = framework.numpy(augment(framework.array(x, "float64"))) - x
+    assert 1 <= np.linalg.norm(delta) <= 2
+    picture = delta if shape[0] == 3 else np.moveaxis(delta, -1, 0)
+    for axis in (1, 2):
+        a, b = picture.take(range(63), axis), picture.take(range(1, 64), axis)
+        assert (a * b).sum() > 0.6 * (a * a).sum()  # neighbours are alike
+
+
 def test_module_in_a_compose_and_in_a_model():
     augment = AddNoise("gaussian", 2.0, seed=0, framework="torch")
     assert isinstance(augment, torch.nn.Module)

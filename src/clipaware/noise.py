@@ -71,10 +71,17 @@ def sample(kind: str, x: ArrayT, *, seed: Any = None, axes: Sequence[int] | None
     _check.floating(be, x, "x")
     _check.option(kind, KINDS, "kind")
     _check.seed(seed)
+    axes = _long_axes(be.shape(x), "batch") if axes is None else axes
     return _drawn(be, kind, x, be.random(x, seed), axes)  # type: ignore[no-any-return]
 
 
-def _drawn(be: Any, kind: str, x: Array, draws: tuple[Any, Any], axes: Sequence[int] | None = None) -> Array:
+def _long_axes(shape: tuple[Any, ...], axis: Any) -> Sequence[int]:
+    """Of the axes of a sample those that do not count channels, if there are any."""
+    of_sample = _check.sample_axes(axis, len(shape))
+    return [i for i in of_sample if not (isinstance(shape[i], int) and shape[i] <= CHANNELS)] or of_sample
+
+
+def _drawn(be: Any, kind: str, x: Array, draws: tuple[Any, Any], axes: Sequence[int]) -> Array:
     normal, uniform = draws
     if kind == "gaussian":
         drawn = normal(x)
@@ -103,11 +110,8 @@ def _order(u: Array, dtype: str) -> Array:
     return (math.sqrt(least) / (1 - u * (1 - least))) ** power
 
 
-def _pink(be: Any, x: Array, white: Array, axes: Sequence[int] | None) -> Array:
+def _pink(be: Any, x: Array, white: Array, axes: Sequence[int]) -> Array:
     shape = be.shape(x)
-    if axes is None:
-        of_sample = _check.sample_axes("batch", len(shape))
-        axes = [i for i in of_sample if not (isinstance(shape[i], int) and shape[i] <= CHANNELS)] or of_sample
     along = _check.sample_axes(tuple(axes), len(shape))
     if not along or not all(isinstance(shape[i], int) for i in along):
         raise ValueError(f"x has shape {shape}, expected known lengths along {along}, the axes of pink noise")
@@ -206,7 +210,7 @@ class AddNoise:
                 )
             seed = self._next_seed()
         draws, eps = be.random(x, seed), self.eps
-        delta = _drawn(be, self.kind, x, draws)
+        delta = _drawn(be, self.kind, x, draws, _long_axes(be.shape(x), axis))
         if isinstance(eps, tuple | list):
             (low, high), of_sample = eps, _check.sample_axes(axis, be.ndim(x))
             one_each: Any = tuple(0 if i in of_sample else slice(None) for i in range(be.ndim(x)))
