@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -659,6 +660,84 @@ def accuracy(quick: bool) -> Iterator[Row]:
                         "high": most,
                         "unit": "",
                     }
+
+
+@case
+def foolbox_attack(quick: bool) -> Iterator[Row]:
+    """Foolbox's clipping-aware Gaussian attack beside ours, on pictures of PyTorch and noise drawn before; no model."""
+    import torch
+    from foolbox.attacks.additive_noise import L2ClippingAwareAdditiveGaussianNoiseAttack
+    from foolbox.models.pytorch import PyTorchModel
+
+    import clipaware.foolbox as ours
+
+    rows, n = 64, 150_528
+    x, delta = (torch.from_numpy(a).reshape(rows, 3, 224, 224) for a in problem(rows, n))
+    eps, model = usual_eps(n, 2), PyTorchModel(torch.nn.Identity().eval(), bounds=(0, 1), device="cpu")
+    theirs = L2ClippingAwareAdditiveGaussianNoiseAttack()
+    mine = ours.L2ClippingAwareAdditiveGaussianNoiseAttack()
+    functions: dict[str, Callable[[], Any]] = {
+        "clipaware": lambda: mine.run(model, x, epsilon=eps),
+        "foolbox": lambda: theirs.run(model, x, None, epsilon=eps),
+    }
+    with (
+        mock.patch.object(ours, "sample", return_value=delta),
+        mock.patch.object(theirs, "sample_noise", lambda like: type(like)(delta)),
+    ):
+        times = timed(functions, 2 if quick else 9)
+        errors = {
+            name: np.abs(norm64(attack().reshape(rows, n), x.reshape(rows, n), 2) / eps - 1).max()
+            for name, attack in functions.items()
+        }
+    where: Row = {"rows": rows, "n": n, "dtype": "float32", "p": 2}
+    yield from time_rows(times, **where)
+    yield ratio(times, "foolbox", "clipaware", **where)
+    for name, error in errors.items():
+        yield {**where, "variant": name, "quantity": "norm error", "value": error, "unit": "of eps"}
+
+
+@case
+def noise_attack_time(quick: bool) -> Iterator[Row]:
+    """noise_attack with up to 100 repeats on 1,000 pictures of 28 x 28 and a CNN, beside the model's share of it."""
+    import torch
+
+    from clipaware.attacks import noise_attack
+
+    torch.manual_seed(0)
+    layers = torch.nn
+    model = layers.Sequential(
+        *(layers.Conv2d(1, 32, 3, padding=1), layers.ReLU(), layers.MaxPool2d(2)),
+        *(layers.Conv2d(32, 64, 3, padding=1), layers.ReLU(), layers.MaxPool2d(2)),
+        *(layers.Flatten(), layers.Linear(3136, 128), layers.ReLU(), layers.Linear(128, 10)),
+    ).eval()
+    x, repeats = torch.rand(1000, 1, 28, 28), 5 if quick else 100
+    asked, inside = 0, 0.0
+
+    def watched(v: Any) -> Any:
+        nonlocal asked, inside
+        start = time.perf_counter()
+        scores = model(v)
+        asked, inside = asked + len(v), inside + time.perf_counter() - start
+        return scores
+
+    with torch.no_grad():
+        labels = model(x).argmax(1)
+    taken: dict[str, list[float]] = {"noise_attack": [], "forward passes": []}
+    for _ in range(1 if quick else 3):
+        # Both in one run, since it takes long enough for a machine to have other things to do for a part of it.
+        asked, inside, start = 0, 0.0, time.perf_counter()
+        found = noise_attack(watched, x, labels, 2.0, repeats=repeats, seed=0)
+        taken["noise_attack"].append(1e3 * (time.perf_counter() - start))
+        taken["forward passes"].append(1e3 * inside)
+    times = {name: (min(t), float(np.median(t)), max(t)) for name, t in taken.items()}
+    where: Row = {"rows": 1000, "n": 784, "dtype": "float32", "p": 2}
+    yield from time_rows(times, **where)
+    ratios = np.array(taken["noise_attack"]) / taken["forward passes"]
+    span = {"value": float(np.median(ratios)), "low": float(ratios.min()), "high": float(ratios.max())}
+    yield {**where, "variant": "noise_attack / forward passes", "quantity": "ratio", **span, "unit": ""}
+    quantities = {"samples asked about": asked, "share that fell": float(found.success.mean())}
+    for quantity, value in quantities.items():
+        yield {**where, "variant": "noise_attack", "quantity": quantity, "value": value, "unit": ""}
 
 
 @case

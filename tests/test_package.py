@@ -34,6 +34,13 @@ def test_import_loads_no_framework():
     assert run(f"import sys, clipaware as ca; {loaded}; {used}; {loaded}") == "[]\n['numba']"
 
 
+def test_noise_and_attacks_load_no_framework():
+    heavy = "{'torch', 'jax', 'tensorflow', 'keras', 'foolbox', 'eagerpy', 'art', 'matplotlib', 'tqdm'}"
+    used = "ca.attacks.noise_attack(lambda x: x, np.full((2, 3), 0.5), [0, 1], 0.1, seed=0)"
+    code = f"import sys, numpy as np, clipaware as ca, clipaware.attacks; {used}; print({heavy} & set(sys.modules))"
+    assert run(code) == "set()"
+
+
 def test_triton_is_never_imported(tmp_path):
     """After TensorFlow that would end the process, here by a Triton that does so whenever it is imported."""
     pytest.importorskip("tensorflow", reason="TensorFlow is not installed")

@@ -106,6 +106,39 @@ def test_eagerpy():
     np.testing.assert_allclose(moved.numpy(), 0.6)
 
 
+def test_noise_page():
+    first, module, layer = blocks(ROOT / "docs" / "noise.md")
+    names: dict = {}
+    exec(first, names)
+    x = names["x"].reshape(8, -1).astype(float)
+    np.testing.assert_allclose(np.linalg.norm(names["v"].reshape(8, -1) - x, axis=1), 5.0, rtol=3e-7)
+    sizes = np.linalg.norm(names["w"].reshape(8, -1) - x, axis=1)
+    assert 1 <= sizes.min() < sizes.max() <= 5
+    exec(module, names)
+    assert names["picture"].shape == (3, 32, 32)
+    assert names["model"](torch.rand(4, 3, 32, 32)).shape == (4, 10)
+    pytest.importorskip("keras", reason="Keras is not installed")
+    exec(layer, names)
+    assert names["model"](np.zeros((4, 32, 32, 3), np.float32)).shape == (4, 10)
+
+
+def test_attacks_page(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first, plot, foolbox, art = blocks(ROOT / "docs" / "attacks.md")
+    names: dict = {}
+    exec(first, names)
+    assert (names["found"].norms <= 0.5).all()
+    assert 0 < names["robustness"].median < 20
+    exec(plot, names)
+    assert (tmp_path / "robustness.png").stat().st_size > 1000
+    pytest.importorskip("foolbox", reason="Foolbox is not installed")
+    exec(foolbox, names)
+    assert names["success"].shape == (3, 16)
+    pytest.importorskip("art", reason="the Adversarial Robustness Toolbox is not installed")
+    exec(art, names)
+    assert abs(names["v"] - names["x"]).max() <= 0.1
+
+
 def test_table_is_as_printed():
     for table in ("table.md", "gpu_table.md"):
         assert (ROOT / "benchmarks" / "results" / table).read_text() in README.read_text()

@@ -229,3 +229,15 @@ def values_are_known(known: bool, traces: str) -> None:
             f'unreachable is "raise", which needs values that are not known under {traces}; compare eps with '
             'clipaware.reach(x, delta) instead, or choose "maximize" or "nan"'
         )
+
+
+def seed(value: Any) -> None:
+    """A whole number, None, or whatever the framework itself draws from."""
+    if is_number(value) and not (isinstance(value, numbers.Integral) and 0 <= int(value) < 2**64):
+        raise ValueError(f"seed is {value}, expected a whole number from 0 to 2**64 - 1, None or a generator")
+
+
+def seed_is_given(given: bool) -> None:
+    """JAX has no random numbers without a key, and one made in a trace would be the same at every call."""
+    if not given:
+        raise ValueError("seed is None, expected a key from jax.random under jax.jit and other transformations of JAX")

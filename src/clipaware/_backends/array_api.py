@@ -9,7 +9,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Iterable
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from typing import Any
 
 import numpy as np
@@ -414,6 +414,59 @@ def _summed(bar: Array, like: Array) -> Array:
     """Over what was broadcast."""
     axes = tuple(axis for axis in (0, 1) if like.shape[axis] == 1 < bar.shape[axis])
     return _xp(bar).sum(bar, axis=axes, keepdims=True, dtype=_wide(bar)) if axes else bar
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+def log(a: Array) -> Array:
+    return _xp(a).log(a)
+
+
+def random(x: Array, seed: Any) -> tuple[Any, Any]:
+    """Two functions that draw as many as an array like x has: normal numbers, and uniform ones from 0 to below 1.
+
+    The standard has no random numbers: but for CuPy's own they are NumPy's.
+    """
+    cupy = sys.modules.get("cupy")
+    mine = cupy is not None and isinstance(x, cupy.ndarray)
+    dtype: Any = np.float64 if dtype_name(x) == "float64" else np.float32
+    rng = (cupy if mine else np).random.default_rng(seed)  # type: ignore[union-attr]
+
+    def draw(function: Callable[..., Array], like: Array) -> Array:
+        drawn = function(like.shape, dtype=dtype)
+        return drawn if mine else _xp(x).asarray(drawn, device=x.device)
+
+    return partial(draw, rng.standard_normal), partial(draw, rng.random)
+
+
+def is_traced(x: Array) -> bool:
+    return False
+
+
+def filtered(a: Array, gain: Any, axes: tuple[int, ...]) -> Array:
+    """a with its spectrum over these axes, the last of them halved, multiplied by NumPy's array `gain`."""
+    xp = _xp(a)
+    spectrum = xp.fft.rfftn(a, axes=axes)
+    spectrum *= xp.astype(_as_array(gain, a.dtype, a), spectrum.dtype)
+    return xp.fft.irfftn(spectrum, s=[a.shape[axis] for axis in axes], axes=axes)
+
+
+# --- batches and models -----------------------------------------------------------------------------------------------
+
+
+def take(a: Array, rows: Any) -> Array:
+    """These rows, by their numbers."""
+    return _xp(a).take(a, _xp(a).asarray(rows, device=a.device), axis=0)
+
+
+def concatenate(pieces: list[Array]) -> Array:
+    return _xp(pieces[0]).concat(pieces)
+
+
+def evaluated(model: Any, x: Array) -> Array:
+    """What the model makes of x, of which nobody asks for derivatives."""
+    return model(x)
 
 
 _this = sys.modules[__name__]

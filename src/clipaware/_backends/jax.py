@@ -16,6 +16,7 @@ import math
 import sys
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import count
 from typing import Any
 
 import jax
@@ -544,6 +545,73 @@ def _pulled(
         return jnp.sum(widen(bar), axis=tuple(axis for axis in (0, 1) if shape[axis] == 1), keepdims=True)
 
     return list(map(summed, (x_bar, delta_bar, eps_bar, low_bar, high_bar), shapes))
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+log = jnp.log
+
+
+def random(x: Array, seed: Any) -> tuple[Any, Any]:
+    """Two functions that draw as many as an array like x has: normal numbers, and uniform ones from 0 to below 1."""
+    if seed is None:
+        _check.seed_is_given(not _is_traced(x))
+        seed = np.random.SeedSequence().generate_state(1, np.uint64)[0]
+    if isinstance(seed, int | np.integer):
+        high, low = np.array(divmod(int(seed), 2**32), np.uint32)
+        seed = jax.random.fold_in(jax.random.key(low), high)
+    drawn, dtype = count(), jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+
+    def draw(distribution: Callable[..., Array], like: Array) -> Array:
+        return distribution(jax.random.fold_in(seed, next(drawn)), like.shape, dtype)
+
+    return partial(draw, jax.random.normal), partial(draw, jax.random.uniform)
+
+
+def is_traced(x: Array) -> bool:
+    return _is_traced(x)
+
+
+def filtered(a: Array, gain: Any, axes: tuple[int, ...]) -> Array:
+    """a with its spectrum over these axes, the last of them halved, multiplied by NumPy's array `gain`."""
+    spectrum = jnp.fft.rfftn(a, axes=axes) * gain.astype(a.dtype)
+    return jnp.fft.irfftn(spectrum, [a.shape[axis] for axis in axes], axes)
+
+
+# --- batches and models -----------------------------------------------------------------------------------------------
+
+
+def take(a: Array, rows: Any) -> Array:
+    """These rows, by their numbers."""
+    return a[rows]
+
+
+def concatenate(pieces: list[Array]) -> Array:
+    return jnp.concatenate(pieces)
+
+
+def evaluated(model: Any, x: Array) -> Array:
+    """What the model makes of x, of which nobody asks for derivatives."""
+    return model(x)
+
+
+def gradient(loss: Any, x: Array) -> tuple[Array, Array]:
+    """The gradient in x of a loss, and what comes with it: `loss` returns both."""
+    found: tuple[Array, Array] = jax.grad(loss, has_aux=True)(x)
+    return found
+
+
+def log_softmax(scores: Array) -> Array:
+    return jax.nn.log_softmax(scores, 1)
+
+
+def highest(scores: Array) -> Array:
+    return scores.max(1, keepdims=True)
+
+
+def labels_like(labels: Any, x: Array) -> Array:
+    return jnp.asarray(labels)
 
 
 _this = sys.modules[__name__]

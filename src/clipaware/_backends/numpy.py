@@ -500,4 +500,44 @@ def _of_bound(c_bar: Array, bound: Array, mine: Array) -> Array:
     return np.sum(c_bar, axis=axes, dtype=np.float64, keepdims=True, where=mine) if axes else np.where(mine, c_bar, 0.0)
 
 
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+log = np.log
+
+
+def random(x: Array, seed: Any) -> tuple[Any, Any]:
+    """Two functions that draw as many as an array like x has: normal numbers, and uniform ones from 0 to below 1."""
+    rng = np.random.default_rng(seed)
+    dtype: Any = np.float64 if x.dtype == np.float64 else np.float32
+    return lambda like: rng.standard_normal(like.shape, dtype), lambda like: rng.random(like.shape, dtype)
+
+
+def is_traced(x: Array) -> bool:
+    return False
+
+
+def filtered(a: Array, gain: Array, axes: tuple[int, ...]) -> Array:
+    """a with its spectrum over these axes, the last of them halved, multiplied by NumPy's array `gain`."""
+    spectrum = np.fft.rfftn(a, axes=axes) * gain.astype(a.dtype)
+    return np.fft.irfftn(spectrum, [a.shape[axis] for axis in axes], axes)
+
+
+# --- batches and models -----------------------------------------------------------------------------------------------
+
+
+def take(a: Array, rows: Array) -> Array:
+    """These rows, by their numbers."""
+    return a[rows]
+
+
+def concatenate(pieces: list[Array]) -> Array:
+    return np.concatenate(pieces)
+
+
+def evaluated(model: Any, x: Array) -> Array:
+    """What the model makes of x, of which nobody asks for derivatives."""
+    return model(x)
+
+
 _this = sys.modules[__name__]

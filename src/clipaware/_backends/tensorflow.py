@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import lru_cache, partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -497,6 +498,99 @@ def vjp(
 def _changed(condition: Array, change: Callable[..., Any], *state: Any) -> tuple[Any, ...]:
     """`when` without a tf.cond, whose derivative XLA does not take."""
     return tuple(change(*state))
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+log = tf.math.log
+
+
+def random(x: Array, seed: Any) -> tuple[Any, Any]:
+    """Two functions that draw as many as an array like x has: normal numbers, and uniform ones from 0 to below 1."""
+    dtype = tf.float64 if x.dtype == tf.float64 else tf.float32
+    if seed is None:
+        normal, uniform = tf.random.normal, tf.random.uniform
+    elif isinstance(seed, tf.random.Generator):
+        normal, uniform = seed.normal, seed.uniform
+    else:
+        # Two 32-bit numbers, as in the state of Keras's SeedGenerator. What is above them counts the draws.
+        is_number = isinstance(seed, int | np.integer)
+        pair = tf.constant(divmod(int(seed), 2**32), tf.int64) if is_number else tf.cast(seed, tf.int64)
+        draws = count()
+
+        def stateless(function: Callable[..., Array], size: Any, dtype: Any) -> Array:
+            return function(size, pair + tf.constant((0, next(draws) << 32), tf.int64), dtype=dtype)
+
+        normal, uniform = (
+            partial(stateless, function) for function in (tf.random.stateless_normal, tf.random.stateless_uniform)
+        )
+
+    def draw(function: Callable[..., Array], like: Array) -> Array:
+        drawn = function(tf.shape(like), dtype=dtype)
+        drawn.set_shape(like.shape)
+        return drawn
+
+    return partial(draw, normal), partial(draw, uniform)
+
+
+def is_traced(x: Array) -> bool:
+    return not tf.executing_eagerly()
+
+
+def filtered(a: Array, gain: Any, axes: tuple[int, ...]) -> Array:
+    """a with its spectrum over these axes, the last of them halved, multiplied by NumPy's array `gain`.
+
+    TensorFlow transforms up to three axes, the last ones.
+    """
+    order = [axis for axis in range(a.shape.rank) if axis not in axes] + list(axes)
+    transforms = {
+        1: (tf.signal.rfft, tf.signal.irfft),
+        2: (tf.signal.rfft2d, tf.signal.irfft2d),
+        3: (tf.signal.rfft3d, tf.signal.irfft3d),
+    }
+    there, back = transforms[len(axes)]
+    spectrum = there(tf.transpose(a, order))
+    spectrum *= tf.cast(np.transpose(gain, order), spectrum.dtype)
+    return tf.transpose(back(spectrum, [a.shape[axis] for axis in axes]), np.argsort(order))
+
+
+# --- batches and models -----------------------------------------------------------------------------------------------
+
+
+def take(a: Array, rows: Any) -> Array:
+    """These rows, by their numbers."""
+    return tf.gather(a, rows)
+
+
+def concatenate(pieces: list[Array]) -> Array:
+    return tf.concat(pieces, 0)
+
+
+def evaluated(model: Any, x: Array) -> Array:
+    """What the model makes of x, of which nobody asks for derivatives."""
+    return model(x)
+
+
+def gradient(loss: Any, x: Array) -> tuple[Array, Array]:
+    """The gradient in x of a loss, and what comes with it: `loss` returns both."""
+    x = tf.convert_to_tensor(x)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        value, scores = loss(x)
+    return tape.gradient(value, x), scores
+
+
+def log_softmax(scores: Array) -> Array:
+    return tf.nn.log_softmax(scores, 1)
+
+
+def highest(scores: Array) -> Array:
+    return tf.reduce_max(scores, 1, keepdims=True)
+
+
+def labels_like(labels: Any, x: Array) -> Array:
+    return tf.constant(labels)
 
 
 _this = sys.modules[__name__]

@@ -575,4 +575,68 @@ def vjp(
         return tuple(_backward(saved, p, g.detach(), None, (True,) * 5))
 
 
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+log = torch.log
+
+
+def random(x: Array, seed: Any) -> tuple[Any, Any]:
+    """Two functions that draw as many as an array like x has: normal numbers, and uniform ones from 0 to below 1."""
+    own = seed is None or isinstance(seed, torch.Generator)
+    generator = seed if own else torch.Generator(x.device).manual_seed(int(seed))
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    options: Any = {"generator": generator, "dtype": dtype, "device": x.device}
+    return lambda like: torch.randn(like.shape, **options), lambda like: torch.rand(like.shape, **options)
+
+
+def is_traced(x: Array) -> bool:
+    return _is_traced(x)
+
+
+def filtered(a: Array, gain: Any, axes: tuple[int, ...]) -> Array:
+    """a with its spectrum over these axes, the last of them halved, multiplied by NumPy's array `gain`."""
+    spectrum = torch.fft.rfftn(a, dim=axes) * torch.from_numpy(gain).to(a)
+    return torch.fft.irfftn(spectrum, [a.shape[axis] for axis in axes], axes)
+
+
+# --- batches and models -----------------------------------------------------------------------------------------------
+
+
+def take(a: Array, rows: Any) -> Array:
+    """These rows, by their numbers."""
+    return a[torch.from_numpy(rows).to(a.device)]
+
+
+def concatenate(pieces: list[Array]) -> Array:
+    return torch.cat(pieces)
+
+
+def evaluated(model: Any, x: Array) -> Array:
+    """What the model makes of x, of which nobody asks for derivatives."""
+    with torch.no_grad():
+        return model(x)
+
+
+def gradient(loss: Any, x: Array) -> tuple[Array, Array]:
+    """The gradient in x of a loss, and what comes with it: `loss` returns both."""
+    leaf = x.detach().requires_grad_()
+    with torch.enable_grad():
+        value, scores = loss(leaf)
+        found = torch.autograd.grad(value, leaf, allow_unused=True)[0] if value.requires_grad else None
+    return found, scores.detach()
+
+
+def log_softmax(scores: Array) -> Array:
+    return torch.log_softmax(scores, 1)
+
+
+def highest(scores: Array) -> Array:
+    return torch.amax(scores, 1, keepdim=True)
+
+
+def labels_like(labels: Any, x: Array) -> Array:
+    return torch.from_numpy(labels).to(x.device)
+
+
 _this = sys.modules[__name__]

@@ -1,0 +1,1 @@
+"""Noise as a part of a model: a module per framework."""
