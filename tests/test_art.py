@@ -75,7 +75,7 @@ def test_gradients(classifier, x, norm):
 
 def test_parameters(classifier, x):
     attack = NoiseAttack(classifier, 1.0, seed=0)
-    attack.set_params(eps=np.linspace(0.5, 1.5, N), noise="pink", bounds=(np.zeros((3, 1, 1)), 1))
+    attack.set_params(eps=np.linspace(0.5, 1.5, N), norm=np.int64(2), noise="pink", bounds=(np.zeros((3, 1, 1)), 1))
     np.testing.assert_allclose(norms(attack.generate(x), x, 2), np.linspace(0.5, 1.5, N), rtol=3e-7)
     assert "noise=pink" in repr(attack)
     for wrong, message in (

@@ -242,6 +242,34 @@ def test_robustness_of_what_is_wrong_or_never_falls():
     assert found.median == math.inf
 
 
+def test_robustness_of_what_falls_to_anything():
+    """Here the least noise is enough, and looking for less of it comes to an end."""
+    asked = []
+
+    def model(v):
+        asked.append(len(v))
+        total = np.abs(v).sum(axis=1)
+        return np.stack([np.zeros_like(total), total], axis=1)
+
+    found = noise_robustness(model, np.zeros((2, 10)), [0, 0], seed=0)
+    assert (found.eps > 0).all()
+    assert (found.eps < 1e-5).all()
+    assert len(asked) < 40
+    with pytest.raises(ValueError, match=r"tolerance is 1e-17, expected a number from 1e-6 to 1"):
+        noise_robustness(model, np.zeros((2, 10)), [0, 0], tolerance=1e-17)
+
+
+@pytest.mark.parametrize("p", [1.02, 1.05])
+def test_gradients_spend_all_of_float16(p):
+    """Also near p = 1, where the steepest direction is nearly nothing in most elements."""
+    x = torch.full((2, 1, 20, 20), 0.5).half()
+    weights = torch.linspace(0.05, 1, 400)[:, None] * torch.tensor([[0.0, 1.0]])
+    eps = 0.8 * 0.5 * 400 ** (1 / p)
+    found = gradient_attack(lambda v: v.reshape(len(v), -1).float() @ weights, x, [0, 0], eps, p=p, loss="margin")
+    assert (found.norms <= eps).all()
+    assert (found.norms > 0.98 * eps).all()
+
+
 def test_accuracy_and_plot(tmp_path):
     found = Robustness(np.array([0.0, 1.0, 2.0, math.inf]), np.array([-1, 0, 0, -1]), 2.0)
     np.testing.assert_array_equal(found.accuracy([0, 0.5, 1, 1.5, 2, 100]), [0.75, 0.75, 0.5, 0.5, 0.25, 0.25])

@@ -114,6 +114,13 @@ def test_axes_of_pink_noise():
     np.testing.assert_array_equal(sample("pink", np.zeros((2, 1)), seed=0), 0)  # nothing but a mean
 
 
+@pytest.mark.skipif(tf is None, reason="TensorFlow is not installed")
+def test_tensorflow_transforms_three_axes():
+    with pytest.raises(ValueError, match=r"pink noise is over the axes \(1, 2, 3, 4\), expected at most three"):
+        sample("pink", tf.zeros((2, 8, 8, 8, 8)))
+    assert sample("pink", tf.zeros((2, 8, 8, 8, 8)), axes=(2, 3, 4)).shape == (2, 8, 8, 8, 8)
+
+
 def test_generators_of_the_frameworks():
     rng = np.random.default_rng(3)
     x = np.zeros((2, 5))
@@ -245,6 +252,16 @@ def test_module_in_a_compose_and_in_a_model():
     assert torch.equal(twins[0](picture), twins[1](picture))
 
 
+class Lazy:
+    """Made by the worker that is the first to need it."""
+
+    augment = None
+
+    def __call__(self, x):
+        self.augment = self.augment or AddNoise("gaussian", 1.0, seed=0)
+        return self.augment(x)
+
+
 class Pictures(torch.utils.data.Dataset):
     """The same picture eight times, so that what differs is noise."""
 
@@ -276,6 +293,19 @@ def test_workers_of_a_loader_have_their_own_noise(framework):
         assert_norms(both, np.broadcast_to(x, both.shape), 1.0)
 
 
+def test_noise_made_by_a_worker_is_its_own():
+    x = np.full((3, 8, 8), 0.5)
+
+    def epochs():
+        torch.manual_seed(0)
+        loader = torch.utils.data.DataLoader(Pictures(Lazy(), x), batch_size=2, num_workers=2)
+        return [np.concatenate([np.asarray(v) for v in loader]) for _ in range(2)]
+
+    both = np.concatenate(epochs())
+    assert len(np.unique(both[:, 0, 0, 0])) == 16
+    np.testing.assert_array_equal(both, np.concatenate(epochs()))
+
+
 def test_other_processes_have_their_own_noise():
     code = """if True:
         import multiprocessing, numpy as np
@@ -287,9 +317,20 @@ def test_other_processes_have_their_own_noise():
         with multiprocessing.get_context("fork").Pool(3) as pool:
             first = pool.map(work, range(3), chunksize=1)
         print(len({*first, augment(x)[0]}))
+        import os, pickle
+        for _ in range(2):
+            if not os.fork():
+                print(augment(x)[0], flush=True)
+                os._exit(0)
+            os.wait()
+        print(pickle.loads(pickle.dumps(AddNoise("gaussian", 1.0, seed=0)))(x)[0])
     """
-    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert found.strip() == "4"
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True, text=True)
+    four, *others, unpickled = found.stdout.split()
+    assert four == "4"
+    first = AddNoise("gaussian", 1.0, seed=0)(np.full(60, 0.5))[0]
+    assert float(unpickled) == first
+    assert len({*others, unpickled}) == 3
 
 
 KERAS = """if True:
@@ -316,6 +357,9 @@ KERAS = """if True:
         first = noisy if copied is twin else first
         np.testing.assert_array_equal(noisy, first)
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(layer(x)), x)
+    others = [AddNoise("gaussian", 1.0, seed=seed, framework="keras") for seed in (1, 2, None, None)]
+    noisy = [keras.ops.convert_to_numpy(other(x, training=True))[0, 0, 0, 0] for other in others]
+    assert len(set(map(float, noisy))) == 4
     print("fine")
 """
 

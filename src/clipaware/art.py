@@ -14,6 +14,7 @@ try:
 except ImportError as error:
     raise ImportError("clipaware.art needs the Adversarial Robustness Toolbox: pip install 'clipaware[art]'") from error
 
+from clipaware import _check
 from clipaware.attacks import Climb, Task, noise_attack
 
 Array = Any
@@ -42,14 +43,14 @@ class _Exact(EvasionAttack):  # type: ignore[misc]
 
     def _check_params(self) -> None:
         super()._check_params()
-        if self.norm not in ("inf", np.inf) and not (isinstance(self.norm, int | float) and self.norm >= 1):
+        if self.norm != "inf" and not (_check.is_number(self.norm) and self.norm >= 1):
             raise ValueError(f"norm is {self.norm!r}, expected a number from 1 to infinity or 'inf'")
         if not np.all(np.asarray(self.eps) >= 0):
             raise ValueError(f"eps is {self.eps}, expected numbers that are not negative")
 
     @property
     def _p(self) -> float:
-        return math.inf if self.norm == "inf" else self.norm
+        return math.inf if self.norm == "inf" else float(self.norm)
 
     @property
     def _bounds(self) -> tuple[Any, Any]:

@@ -27,7 +27,8 @@ __all__ = ["AttackResult", "Robustness", "gradient_attack", "noise_attack", "noi
 
 LOSSES = ("cross-entropy", "margin")
 STARTS = 8  # times that an eps is doubled until it is all that a direction can reach
-LEAST = 1e-30  # of the steepest direction, so that p near 1 leaves no element with a gradient behind
+LEAST = 1e-30  # of the steepest direction, so that p near 1 leaves no element with a gradient behind; float16 has 1e-7
+FINEST = 2.0**-20  # of what a direction can reach: nothing below that is looked for
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ def noise_robustness(
     largest
         Look no further than this eps. Without bounds there must be one.
     tolerance
-        How near, relative to eps, bisection comes.
+        How near, relative to eps, bisection comes; but no nearer than a millionth of what the direction can reach.
 
     Returns
     -------
@@ -227,8 +228,8 @@ def noise_robustness(
     _positive(repeats, "repeats")
     if largest is not None and not (_check.is_number(largest) and 0 < largest < math.inf):
         raise ValueError(f"largest is {largest}, expected a positive number or None")
-    if not 0 < tolerance < 1:
-        raise ValueError(f"tolerance is {tolerance}, expected a number between 0 and 1")
+    if not 1e-6 <= tolerance < 1:
+        raise ValueError(f"tolerance is {tolerance}, expected a number from 1e-6 to 1")
     seeds = _seeds(seed)
     best, which = np.full(task.samples, math.inf), np.full(task.samples, -1)
     with _bar(progress, (repeats + 1) * task.samples, "noise robustness") as bar:
@@ -269,7 +270,8 @@ def _along(
         going = np.flatnonzero(np.isinf(high) & (low < np.minimum(best, most)))
         probe(going, most[going] * 2.0 ** (doublings - STARTS))
     while True:
-        going = np.flatnonzero(np.isfinite(high) & (low < best) & (high - low > tolerance * high))
+        wide = high - low > np.maximum(tolerance * high, FINEST * most)
+        going = np.flatnonzero(np.isfinite(high) & (low < best) & wide)
         if not len(going):
             return high
         probe(going, (low[going] + high[going]) / 2)
@@ -518,7 +520,8 @@ class Climb:
             flat = be.reshape(be.result(g, g), (len(size), -1))
             top = be.row_max(abs(flat))
             unit = abs(flat) / be.where(top > 0, top, be.sign(top) + 1)
-            delta = be.reshape(be.sign(flat) * be.maximum(be.power(unit, 1 / (p - 1)), LEAST), be.shape(g))
+            least = 1e-7 if be.dtype_name(v) == "float16" else LEAST
+            delta = be.reshape(be.sign(flat) * be.maximum(be.power(unit, 1 / (p - 1)), least), be.shape(g))
         return perturb(v, be.cast_like(delta, v), size, p=p, bounds=box)
 
     def ended(self, x: Array, v: Array, g: Array, eps: Array, box: tuple[Any, Any]) -> Array:

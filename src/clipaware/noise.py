@@ -24,6 +24,17 @@ KINDS = ("gaussian", "uniform", "laplace", "rademacher", "salt-and-pepper", "spe
 CHANNELS = 4  # an axis of at most as many elements counts channels
 WORKERS = 1024  # of a DataLoader, whose starts are counted
 
+_forked = False  # whether this process is another one's child, by whatever means
+
+
+def _remember() -> None:
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_remember)
+
 
 def sample(kind: str, x: ArrayT, *, seed: Any = None, axes: Sequence[int] | None = None) -> ArrayT:
     """Draw noise in the shape of x, by the random numbers of x's own framework.
@@ -191,7 +202,7 @@ class AddNoise:
         if isinstance(eps, tuple | list) and not (len(eps) == 2 and eps[0] <= eps[1]):
             raise ValueError(f"eps is {eps}, expected a number or a range (low, high) with low <= high")
         self.kind, self.eps, self.p, self.bounds, self.seed, self.axis = kind, eps, p, bounds, seed, axis
-        self._process, self._calls, self._place = os.getpid(), 0, (0, 0)
+        self._home, self._process, self._calls, self._place = os.getpid(), -1, 0, (0, 0)
         # In memory that workers share, since a loader has new ones for every epoch.
         torch = sys.modules.get("torch")
         self._starts = torch.zeros(WORKERS, dtype=torch.int64).share_memory_() if torch and seed is not None else None
@@ -227,13 +238,15 @@ class AddNoise:
 
     def _placed(self) -> tuple[int, int]:
         """Which worker this is, and how often it has been started before."""
-        data = sys.modules.get("torch.utils.data")
+        data, here = sys.modules.get("torch.utils.data"), os.getpid()
         worker = data.get_worker_info() if data else None
         if worker is None:
-            child = multiprocessing.parent_process() is not None
-            return (WORKERS + zlib.crc32(multiprocessing.current_process().name.encode()) if child else 0), 0
-        if self._starts is None:
-            return worker.id + 1, 0
+            if multiprocessing.parent_process() is not None:
+                return WORKERS + zlib.crc32(multiprocessing.current_process().name.encode()), 0
+            return (2**32 + here if _forked and self._home != here else 0), 0
+        if self._starts is None or self._home == here:
+            # It was not there to count when workers started. Their own seeds are other ones every time.
+            return worker.id + 1, worker.seed
         starts = int(self._starts[worker.id % WORKERS])
         self._starts[worker.id % WORKERS] += 1
         return worker.id + 1, starts

@@ -376,7 +376,11 @@ def _perturb(
         return _folding(p, mode, write)(*problem)
     if not _at_hand(*problem):
         return _solved(*problem, p, mode, write)  # type: ignore[no-any-return]
-    v, eta, status = host.solve(*_memories(*problem), p=p, mode=mode, write=write)  # type: ignore[misc]
+    mine, its_delta, its_eps, *bounds = _memories(*problem)
+    if mode == "at_most" and _wide() == jnp.float32:
+        # It may have been rounded up, and at_most is a promise about what it was.
+        its_eps = its_eps.astype(np.float64) * (1 - 2.0**-24)
+    v, eta, status = host.solve(mine, its_delta, its_eps, bounds[0], bounds[1], p=p, mode=mode, write=write)
     found = v if write else np.asarray(x)[:, :0], eta.astype(_wide()), status.astype(np.int32)
     return tuple(_beside(x, a) for a in found)
 

@@ -543,6 +543,8 @@ def filtered(a: Array, gain: Any, axes: tuple[int, ...]) -> Array:
 
     TensorFlow transforms up to three axes, the last ones.
     """
+    if len(axes) > 3:
+        raise ValueError(f"pink noise is over the axes {axes}, expected at most three with TensorFlow; pass axes=...")
     order = [axis for axis in range(a.shape.rank) if axis not in axes] + list(axes)
     transforms = {
         1: (tf.signal.rfft, tf.signal.irfft),

@@ -36,8 +36,11 @@ class AddNoise(keras.layers.Layer, noise.AddNoise):  # type: ignore[misc]
         if not training:
             return x
         seed = self.seed_generator.next()
-        on_torch = keras.config.backend() == "torch"
-        return noise.AddNoise.__call__(self, x, seed=int(seed[0] << 32 | seed[1]) if on_torch else seed)
+        if keras.config.backend() == "torch":
+            # Mixed, since PyTorch's generator looks at 32 bits of it alone.
+            state = np.random.SeedSequence([int(part) for part in seed])
+            seed = int(state.generate_state(1, np.uint64)[0])
+        return noise.AddNoise.__call__(self, x, seed=seed)
 
     def get_config(self) -> dict[str, Any]:
         bounds = [None if b is None else np.asarray(b, float).tolist() for b in self.bounds]
