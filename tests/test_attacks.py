@@ -537,7 +537,7 @@ def test_without_bounds_there_must_be_a_largest_eps():
     assert np.isfinite(found.eps).mean() > 0.9
     with pytest.raises(ValueError, match="largest is -1, expected a positive number"):
         noise_robustness(_linear, x, labels, bounds=(LOWER, UPPER), largest=-1)
-    with pytest.raises(ValueError, match="tolerance is 2, expected a number between 0 and 1"):
+    with pytest.raises(ValueError, match="tolerance is 2, expected a number from 1e-6 to 1"):
         noise_robustness(_linear, x, labels, bounds=(LOWER, UPPER), tolerance=2)
 
 

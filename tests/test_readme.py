@@ -126,6 +126,7 @@ def test_attacks_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first, plot, foolbox, art = blocks(ROOT / "docs" / "attacks.md")
     names: dict = {}
+    torch.manual_seed(0)  # a model without any training, of which some take more noise than others
     exec(first, names)
     assert (names["found"].norms <= 0.5).all()
     assert 0 < names["robustness"].median < 20
