@@ -239,6 +239,29 @@ def test_a_bound_is_rounded_as_x_is(gpu):
     assert set(v[delta != 0]) == {float(np.array(0.3, NUMPY_DTYPES["bfloat16"]))}
 
 
+@pytest.mark.parametrize("bounds", [(0.02, 1.0), (1.0, 2.0), (-2.0, -0.5)])
+def test_a_box_without_zero(gpu, bounds):
+    """What a program holds beyond the end of a row is 0, and counts for nothing."""
+    x, delta = problem(rows=3)
+    x = (bounds[0] + x * (bounds[1] - bounds[0])).astype(np.float32).astype(float)
+    eps = ca.reach(x, delta, bounds=bounds)[:, 0] * np.array([0.1, 0.5, 0.9])
+    for p in (2, 1.5):
+        v = gpu.perturb(x, delta, eps, p=p, bounds=bounds, dtype="float32")
+        expected = np.minimum(eps, ca.reach(x, delta, p=p, bounds=bounds)[:, 0])
+        assert (np.abs(norm64(v, x, p) / expected - 1) <= 4e-7).all()
+
+
+def test_gradients_that_are_negative_views(gpu):
+    x, delta = (torch.tensor(a, device=GPU) for a in problem(rows=2))
+    g = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(0)).to(GPU)
+    leaf = delta.requires_grad_()
+    for function, up in ((ca.perturb, g), (ca.rescale, g[:, :1])):
+        found, expected = (
+            torch.autograd.grad(function(x, leaf, 0.7), leaf, some)[0] for some in (torch._neg_view(up), -up)
+        )
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_layouts(gpu):
     """Transposed and sliced input, and a gradient that is broadcast."""
     x, delta = problem()

@@ -396,7 +396,7 @@ def _solve_plainly(row, cols, n, v, e, P: tl.constexpr, LOW: tl.constexpr, UP: t
     x, delta, lower, upper = _load(row, cols, n, LOW, UP, False)
     inv = (1 / e).to(tl.float32)
     # What makes no sense is NaN in the sums.
-    room = tl.where(delta < 0, x - lower, upper - x) * inv
+    room = tl.where(cols < n, tl.where(delta < 0, x - lower, upper - x) * inv, 0.0)
     wrong = tl.where(((room >= 0) & (lower <= upper)) | (cols >= n), 0.0, float("nan"))
     size = tl.abs(delta)
     total, most = tl.reduce((_power(size, P, True) + wrong, _power(tl.minimum(room, 2.0), P, True)), 0, _add)
@@ -424,6 +424,7 @@ def _solve_plainly(row, cols, n, v, e, P: tl.constexpr, LOW: tl.constexpr, UP: t
     k = K.to(tl.float32)
     # Once more from the cache, instead of registers that are needed above.
     x, delta, lower, upper = _load(row, cols, n, LOW, UP, False, True)
+    x = tl.where(cols < n, x, lower)  # beyond the last there is nothing, which need not lie between the bounds
     norm, count, going = e * 0, count * 0, fine
     while going:
         kept = tl.minimum(tl.maximum(delta * k + x, lower), upper)
@@ -1547,8 +1548,9 @@ def vjp(
     eps_bar = torch.zeros((rows, 1), dtype=torch.float64, device=x.device)
     bars = [torch.empty((rows, n), dtype=x.dtype, device=x.device) if need else eps_bar for need in needs]
     if rows * n:
+        g = g.resolve_neg()
         g_steps = _rows_of(g), 0 if g.shape[1] == 1 else g.stride(1)
-        some_h = eps_bar if h is None else h.contiguous()
+        some_h = eps_bar if h is None else h.resolve_neg().contiguous()
         further = p, needs, g_steps, g.dtype, g.data_ptr() & 15 == 0, h is None
         given, key = _problem(x, delta, eps, lower, upper, *further)
         given = *given, eta, status, g, *g_steps
