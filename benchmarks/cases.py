@@ -406,6 +406,18 @@ def gpu_speed(quick: bool) -> Iterator[Row]:
         yield from time_rows(times, **where)
         for other in ("naive", "paper"):
             yield ratio(times, f"{other}, and backward", "clipaware, and backward", **where)
+
+        def waited(call: Callable[[], Any]) -> Callable[[], None]:
+            def called() -> None:
+                call()
+                torch.cuda.synchronize()
+
+            return called
+
+        times = timed({f"{name}, called": waited(call) for name, call in both.items()}, repeats)
+        yield from time_rows(times, **where)
+        for other in ("naive", "paper"):
+            yield ratio(times, f"{other}, and backward, called", "clipaware, and backward, called", **where)
         for name, function in both.items():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

@@ -152,6 +152,16 @@ def test_scales(gpu, scale):
     assert (np.abs(norm64(v, x.astype(np.float32), 2) / eps - 1) <= 4e-7 + 2.0**-24 / eps).all()
 
 
+def test_very_heavy_tails(gpu):
+    """Where what is not clipped yet is next to nothing, and a guess may go beyond all numbers."""
+    rng = np.random.default_rng(0)
+    x, delta = rng.random((60, 200)), rng.choice([-1, 1], (60, 200)) * rng.lognormal(0, 6, (60, 200))
+    x, delta = (a[[8, 21, 32]].astype(np.float32).astype(float) for a in (x, delta))
+    eps = ca.reach(x, delta, p=50)[:, 0] * 0.99
+    found = gpu.rescale(x, delta, eps, p=50, dtype="float32").astype(float)
+    np.testing.assert_allclose(found, ca.rescale(x, delta, eps, p=50), rtol=1e-5)
+
+
 def test_misleading_rows(gpu):
     """Geometric breakpoints, one huge element, all but one clipped, and what a sample does not see."""
     x = np.full((4, ROW), 0.5)
@@ -249,6 +259,19 @@ def test_a_box_without_zero(gpu, bounds):
         v = gpu.perturb(x, delta, eps, p=p, bounds=bounds, dtype="float32")
         expected = np.minimum(eps, ca.reach(x, delta, p=p, bounds=bounds)[:, 0])
         assert (np.abs(norm64(v, x, p) / expected - 1) <= 4e-7).all()
+
+
+@pytest.mark.parametrize("gpu", ["short"], indirect=True)
+def test_gradients_near_the_reach(gpu):
+    """The array of float32 is right long before the scale is, which the gradients follow from."""
+    rng = np.random.default_rng(11)
+    x, delta = (a.astype(np.float32).astype(float) for a in (rng.random((6, 3000)), rng.standard_normal((6, 3000))))
+    eps = ca.reach(x, delta)[:, 0] * np.array([0.9, 0.99, 0.998, 0.999, 0.999, 0.9995])
+    _, _, expected, *_ = ca.perturb_vjp(x, delta, eps, np.abs(delta))
+    single = [torch.tensor(a, dtype=torch.float32, device=GPU) for a in (x, delta)]
+    leaf = torch.tensor(eps, device=GPU, requires_grad=True)
+    (found,) = torch.autograd.grad(ca.perturb(*single, leaf), leaf, single[1].abs())
+    np.testing.assert_allclose(found.cpu(), expected, rtol=3e-4)
 
 
 def test_gradients_that_are_negative_views(gpu):

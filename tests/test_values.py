@@ -211,7 +211,8 @@ def test_every_backend_agrees(be):
     rng = np.random.default_rng(5)
     x, delta = rng.random((7, 3, 9, 9)), rng.standard_normal((7, 3, 9, 9))
     eps = rng.uniform(0.5, 3, 7)
-    for dtype, atol in (("float64", 1e-15), ("float32", 3e-7)):
+    # A GPU leaves a row once its norm is within 2e-7.
+    for dtype, atol in (("float64", 1e-15), ("float32", 8e-7 if be.name in ("cuda", "cupy") else 3e-7)):
         for p in (1.0, 2.0, 4.5, math.inf):
             v = be.perturb(x, delta, eps, p=p, dtype=dtype)
             expected = ca.perturb(x.astype(dtype), delta.astype(dtype), eps, p=p)

@@ -233,8 +233,10 @@ def _tensor(a: Any, dtype: torch.dtype, like: Array) -> Array:
     return torch.full((1, 1), a, dtype=dtype, device=like.device) if isinstance(a, float) else a
 
 
-def _tensors(x: Array, eps: Any, lower: Any, upper: Any) -> tuple[Array, ...]:
-    return _tensor(eps, torch.float64, x), _tensor(lower, x.dtype, x), _tensor(upper, x.dtype, x)
+def _as_tensors(problem: Any) -> list[Array]:
+    """x, delta, eps, the bounds and what follows them, without numbers."""
+    x, delta, eps, lower, upper, *rest = problem
+    return [x, delta, _tensor(eps, torch.float64, x), *(_tensor(a, x.dtype, x) for a in (lower, upper)), *rest]
 
 
 def as_eps(eps: Any, like: Array) -> Array:
@@ -384,8 +386,10 @@ class _Perturb(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, ctx.p, _, ctx.write = inputs
+        *problem, ctx.p, _, ctx.write = inputs
         v, eta, status = output
+        ctx.numbers = [a if type(a) is float else None for a in problem]
+        tensors = [None if type(a) is float else a for a in problem]
         ctx.mark_non_differentiable(status, *([] if ctx.write else [v]))
         ctx.save_for_backward(*tensors, eta, status)
         ctx.save_for_forward(*tensors, eta, status)
@@ -393,12 +397,12 @@ class _Perturb(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Any, h: Any, _: Any) -> Any:
-        bars = _backward(ctx.saved_tensors, ctx.p, g if ctx.write else None, h, ctx.needs_input_grad)
+        bars = _backward(_saved(ctx), ctx.p, g if ctx.write else None, h, ctx.needs_input_grad)
         return *bars, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        x, delta, eps, lower, upper, eta, status = ctx.saved_tensors
+        x, delta, eps, lower, upper, eta, status = _as_tensors(_saved(ctx))
         numerics = _numerics(x)
         block = _block(x, delta, lower, upper, numerics)
         part = _math.partials(_this, block, eps, eta, status, ctx.p, numerics)
@@ -416,6 +420,25 @@ class _Perturb(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
         return _vmapped(_Perturb.apply, info, in_dims, arguments)
+
+
+def _saved(ctx: Any) -> list[Any]:
+    """The problem, eta and status; numbers are not saved as tensors are."""
+    *problem, eta, status = ctx.saved_tensors
+    return [number if a is None else a for a, number in zip(problem, ctx.numbers, strict=True)] + [eta, status]
+
+
+class _Eagerly(torch.autograd.Function):
+    """The same outside of torch.func: if there is no setup_context, PyTorch need not bind arguments at every call."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        output = _solved(*arguments)
+        _Perturb.setup_context(ctx, arguments, output)
+        return output
+
+    backward = _Perturb.backward
+    jvp = _Perturb.jvp
 
 
 def _vmapped(function: Any, info: Any, in_dims: Any, arguments: Any) -> Any:
@@ -447,7 +470,7 @@ def _backward(saved: Any, p: float, g: Any, h: Any, needs: Any) -> list[Any]:
         or (g is not None and _is_traced(g))
         or (h is not None and _is_traced(h))
     ):
-        return _bars(saved, p, g, h, needs)
+        return _bars(_as_tensors(saved), p, g, h, needs)
     if _numpy_can(x):
         given = [_on_host(a) for a in saved]
         up = np.zeros((1, 1), given[0].dtype) if g is None else _on_host(g)
@@ -510,10 +533,10 @@ def solve(
     """v (None unless `write`), eta and status."""
     problem = x, delta, eps, lower, upper
     if not torch.compiler.is_compiling():
-        function, given = _solved, problem
+        function = _solved
         if _is_differentiated(problem):
-            function, given = _Perturb.apply, (x, delta, *_tensors(x, eps, lower, upper))
-        v, eta, status = function(*given, p, mode, write)
+            function = _Perturb.apply if _is_transformed() else _Eagerly.apply
+        v, eta, status = function(*problem, p, mode, write)
         return v if write else None, eta, status
     v, eta, status = _solve_op(*(a.detach() for a in problem), p, mode, write)
     around, eta = _math.implicit(_this, _block(x, delta, lower, upper, _numerics(x)), eps, eta, status, p, _numerics(x))
@@ -556,7 +579,7 @@ def summary(
         on = _on_host
         norm, naive, clipped = host.summary(on(x), on(delta), on(eps), on(lower), on(upper), p, on(v))
         return torch.from_numpy(norm), torch.from_numpy(naive), torch.from_numpy(clipped)
-    x, delta, eps, lower, upper, v = (a.detach() for a in (x, delta, *_tensors(x, eps, lower, upper), v))
+    x, delta, eps, lower, upper, v = (a.detach() for a in _as_tensors((x, delta, eps, lower, upper, v)))
     rows, n = x.shape
     found = torch.zeros((3, rows, 1), dtype=_wide(x), device=x.device)
     for part, group, _ in _groups(x, delta, eps, lower, upper, p):
@@ -568,7 +591,7 @@ def vjp(
     x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, eta: Array, status: Array, g: Array
 ) -> tuple[Array, ...]:
     """Gradients of x, delta, eps, lower and upper; those of the bounds summed to their rows form."""
-    eps, lower, upper = _tensors(x, eps, lower, upper)
+    x, delta, eps, lower, upper = _as_tensors((x, delta, eps, lower, upper))
     per_row = eps.detach().expand(x.shape[0], 1)
     saved = [x.detach(), delta.detach(), per_row, lower.detach(), upper.detach(), eta.detach(), status]
     with torch.no_grad():

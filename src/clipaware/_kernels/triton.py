@@ -178,22 +178,31 @@ def _budget(eps, where):
 
 
 @triton.jit
-def _load(row, cols, n, LOW: tl.constexpr, UP: tl.constexpr, DOUBLE: tl.constexpr, AGAIN: tl.constexpr = False):
-    """x, delta and the bounds at these columns; beyond the last, 0."""
-    x, delta, lower, upper = row
-    inside = cols < n
-    if AGAIN:  # for the last time; otherwise it would be the same load to the compiler
-        x = _real(tl.load(x + cols, mask=inside, other=0.0, eviction_policy="evict_first"), DOUBLE)
-        delta = _real(tl.load(delta + cols, mask=inside, other=0.0, eviction_policy="evict_first"), DOUBLE)
+def _loaded(a, cols, n, DOUBLE: tl.constexpr, WHOLE: tl.constexpr, POLICY: tl.constexpr):
+    if WHOLE:
+        y = tl.load(a + cols, eviction_policy=POLICY)
     else:
-        x = _real(tl.load(x + cols, mask=inside, other=0.0), DOUBLE)
-        delta = _real(tl.load(delta + cols, mask=inside, other=0.0), DOUBLE)
+        y = tl.load(a + cols, mask=cols < n, other=0.0, eviction_policy=POLICY)
+    return _real(y, DOUBLE)
+
+
+@triton.jit
+def _load(
+    row, cols, n, LOW: tl.constexpr, UP: tl.constexpr, DOUBLE: tl.constexpr,
+    WHOLE: tl.constexpr = False, AGAIN: tl.constexpr = False,
+):  # fmt: skip
+    """x, delta and the bounds at these columns; beyond the last, which are none if `WHOLE`, 0. `AGAIN`: for the last
+    time; otherwise it would be the same load to the compiler."""
+    POLICY: tl.constexpr = "evict_first" if AGAIN else ""
+    x, delta, lower, upper = row
+    x = _loaded(x, cols, n, DOUBLE, WHOLE, POLICY)
+    delta = _loaded(delta, cols, n, DOUBLE, WHOLE, POLICY)
     if LOW:
-        lower = _real(tl.load(lower + cols, mask=inside, other=0.0), DOUBLE)
+        lower = _loaded(lower, cols, n, DOUBLE, WHOLE, "")
     else:
         lower = _real(_number(lower, 0), DOUBLE)
     if UP:
-        upper = _real(tl.load(upper + cols, mask=inside, other=0.0), DOUBLE)
+        upper = _loaded(upper, cols, n, DOUBLE, WHOLE, "")
     else:
         upper = _real(_number(upper, 0), DOUBLE)
     return x, delta, lower, upper
@@ -348,6 +357,22 @@ def _curved(least, past, slopes, P: tl.constexpr):
 
 
 @triton.jit
+def _filling(most, U, C, past, last_slope, first, P: tl.constexpr):
+    """The next guess over this one where little room remains, which falls like a power of the scale; and that power.
+    From where the last guess was, over this one, and the power there."""
+    rest = most - U - C
+    fine = (rest > 0) & (U > 0)
+    slope = P * U / tl.where(fine, rest, 1.0)
+    octaves = tl.log2(tl.where(fine, rest, 1.0) / (most - 1))
+    step = octaves / slope
+    back = tl.log2(past)
+    bend = tl.where(first | (tl.abs(back) < 1e-6), 0.0, (last_slope - slope) / tl.where(back == 0, 1.0, back))
+    middle = tl.minimum(tl.maximum(slope + bend * step / 2, slope / 2), slope * 2)
+    step = tl.minimum(tl.maximum(octaves / middle, -2.0), 4.0)
+    return tl.where(fine, tl.exp2(step), 0.5), slope
+
+
+@triton.jit
 def _polished(
     held, row, n, K, slope, inv, size, norm, limit, close, corner,
     P: tl.constexpr, DTYPE: tl.constexpr, DOUBLE: tl.constexpr, LOW: tl.constexpr, UP: tl.constexpr,
@@ -390,27 +415,56 @@ def _polished(
 
 
 @triton.jit
-def _solve_plainly(row, cols, n, v, e, P: tl.constexpr, LOW: tl.constexpr, UP: tl.constexpr, DTYPE: tl.constexpr):
+def _tiled(
+    row, i: tl.constexpr, n, LOW: tl.constexpr, UP: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
+    """The columns of a tile of a short row, and its elements; those beyond the last are inside their bounds."""
+    WHOLE: tl.constexpr = EVEN or i < TILES - 1
+    cols = i * TILE + tl.arange(0, TILE)
+    x, delta, lower, upper = _load(row, cols, n, LOW, UP, False, WHOLE, AGAIN)
+    if not WHOLE:
+        x = tl.where(cols < n, x, tl.minimum(tl.maximum(0.0, lower), upper))
+    return cols, x, delta, lower, upper
+
+
+@triton.jit
+def _solve_plainly(
+    row, n, v, e, P: tl.constexpr, LOW: tl.constexpr, UP: tl.constexpr,
+    DTYPE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     """A few steps of Newton's and the array, if nothing about the row is unusual: in float32 throughout, since float64
     is slow where a whole program computes one number. Returns eta, or NaN if it is to be done with more care."""
-    x, delta, lower, upper = _load(row, cols, n, LOW, UP, False)
     inv = (1 / e).to(tl.float32)
-    # What makes no sense is NaN in the sums.
-    room = tl.where(cols < n, tl.where(delta < 0, x - lower, upper - x) * inv, 0.0)
-    wrong = tl.where(((room >= 0) & (lower <= upper)) | (cols >= n), 0.0, float("nan"))
-    size = tl.abs(delta)
-    total, most = tl.reduce((_power(size, P, True) + wrong, _power(tl.minimum(room, 2.0), P, True)), 0, _add)
+    none = tl.zeros((TILE,), tl.float32)
+    total, most, sizes, rooms = none, none, (), ()
+    for i in tl.static_range(TILES):
+        cols, x, delta, lower, upper = _tiled(row, i, n, LOW, UP, TILE, TILES, EVEN, False)
+        room = tl.where(delta < 0, x - lower, upper - x) * inv
+        # What makes no sense is NaN in the sums.
+        some = tl.where((room >= 0) & (lower <= upper), tl.minimum(room, 2.0), float("nan"))
+        if not EVEN and i == TILES - 1:
+            some = tl.where(cols < n, some, 0.0)
+        total, most = total + _power(tl.abs(delta), P, True), most + _power(some, P, True)
+        sizes, rooms = sizes + (tl.abs(delta),), rooms + (some,)  # noqa: RUF005
+    total, most = tl.reduce((total, most), 0, _add)
+    nearly_full = most < 1.4
     going = (total > 1e-25) & (total < 1e25) & (most > 1) & (inv > 1e-25) & (inv < 1e25)
     c = _root(1 / total, P)
-    fine, count, last_c, last_U, last_share = going, (c >= 0).to(tl.int32) * 0, c, c, c
+    fine, count, last_c, last_U, slope, last_share = going, (c >= 0).to(tl.int32) * 0, c, c, c, c
     while going:
-        z = size * c
-        clipped = z >= room
-        power = _power(tl.minimum(z, room), P, True)
-        U, C = tl.reduce((tl.where(clipped, 0.0, power), tl.where(clipped, power, 0.0)), 0, _add)
-        fine = (C < 1) & (U > 1e-30)
-        least = _root(tl.where(fine, (1 - C) / U, 1.0), P)
-        if count == 0:
+        U, C = none, none
+        for i in tl.static_range(TILES):
+            z = sizes[i] * c
+            clipped = z >= rooms[i]
+            power = _power(tl.minimum(z, rooms[i]), P, True)
+            U, C = U + tl.where(clipped, 0.0, power), C + tl.where(clipped, power, 0.0)
+        U, C = tl.reduce((U, C), 0, _add)
+        fine = ((C < 1) | nearly_full) & (U > 1e-30)
+        least = _root(tl.where((C < 1) & fine, (1 - C) / U, 1.0), P)
+        if nearly_full:
+            factor, slope = _filling(most, U, C, last_c / c, slope, count == 0, P)
+        elif count == 0:
             factor = _second(least, U, C, P)
         else:
             factor = _curved(least, last_c / c, last_U / U, P)
@@ -420,22 +474,31 @@ def _solve_plainly(row, cols, n, v, e, P: tl.constexpr, LOW: tl.constexpr, UP: t
         c *= factor
         count += 1
     fine = fine & (count < 17) & (last_U > 1e-3) & (c > 1e-25) & (c < 1e25)
-    K = c.to(tl.float64) / inv.to(tl.float64)
-    k = K.to(tl.float32)
+    k = (c.to(tl.float64) / inv.to(tl.float64)).to(tl.float32)
     # Once more from the cache, instead of registers that are needed above.
-    x, delta, lower, upper = _load(row, cols, n, LOW, UP, False, True)
-    x = tl.where(cols < n, x, lower)  # beyond the last there is nothing, which need not lie between the bounds
+    tiles = ()
+    for i in tl.static_range(TILES):
+        tiles = tiles + (_tiled(row, i, n, LOW, UP, TILE, TILES, EVEN, True),)  # noqa: RUF005
     norm, count, going = e * 0, count * 0, fine
     while going:
-        kept = tl.minimum(tl.maximum(delta * k + x, lower), upper)
-        norm = _root(tl.sum(_power(tl.abs(kept - x) * inv, P, False)), P) / (e * inv)
+        moves = none
+        for i in tl.static_range(TILES):
+            _, x, delta, lower, upper = tiles[i]
+            kept = tl.minimum(tl.maximum(delta * k + x, lower), upper)
+            moves += _power(tl.abs(kept - x) * inv, P, False)
+        norm = _root(tl.sum(moves), P) / (e * inv)
         count += 1
         going = (tl.abs(norm - 1) > 1.5e-7) & (count < 4)
         k = tl.where(going, k * (1 + (1 - norm) / last_share), k).to(tl.float32)
     fine = fine & (tl.abs(norm - 1) <= 1.5e-7)
-    kept = tl.minimum(tl.maximum(delta * k + x, lower), upper)
     if fine:
-        tl.store(v + cols, kept.to(DTYPE), mask=cols < n)
+        for i in tl.static_range(TILES):
+            cols, x, delta, lower, upper = tiles[i]
+            kept = tl.minimum(tl.maximum(delta * k + x, lower), upper).to(DTYPE)
+            if EVEN or i < TILES - 1:
+                tl.store(v + cols, kept)
+            else:
+                tl.store(v + cols, kept, mask=cols < n)
     # What is written is right; but near the reach that leaves eta more room, which it is now known to have used.
     return tl.where(fine, k.to(tl.float64) * (1 + (1 - norm) / last_share), float("nan"))
 
@@ -445,27 +508,43 @@ def _solve_rows(
     x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, eps, eps_row, n, v, eta, status, flags,
     P: tl.constexpr, MODE: tl.constexpr, WRITE: tl.constexpr, DOUBLE: tl.constexpr, HALF: tl.constexpr,
     LOW: tl.constexpr, UP: tl.constexpr, BLOCK: tl.constexpr, HOLDS: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """All that is to be done for a row; of rows that do not fit a program, for those which are not DONE."""
     index = tl.program_id(0).to(tl.int64)
+    row = _row(x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, index)
     if not HOLDS:
         if tl.load(flags + index * 4) == DONE:
             return
+    elif WRITE and MODE == 0 and P < 5 and not (DOUBLE or HALF):
+        DTYPE: tl.constexpr = v.dtype.element_ty
+        e = _budget(eps, index * eps_row)
+        K = _solve_plainly(row, n, v + index * n, e, P, LOW, UP, DTYPE, TILE, TILES, EVEN)
+        if K == K:
+            tl.store(eta + index, K)
+            tl.store(status + index, REGULAR)
+            return
+    _solve_carefully(
+        row[0], row[1], row[2], row[3], _budget(eps, index * eps_row), n, v + index * n, eta + index, status + index,
+        P, MODE, WRITE, DOUBLE, HALF, LOW, UP, BLOCK, HOLDS,
+    )  # fmt: skip
+
+
+@triton.jit(noinline=True)
+def _solve_carefully(
+    x, delta, lower, upper, e, n, v, eta, status,
+    P: tl.constexpr, MODE: tl.constexpr, WRITE: tl.constexpr, DOUBLE: tl.constexpr, HALF: tl.constexpr,
+    LOW: tl.constexpr, UP: tl.constexpr, BLOCK: tl.constexpr, HOLDS: tl.constexpr,
+):  # fmt: skip
+    """Whatever a row is like. A function of its own, so that it takes no registers from what is usual."""
     DTYPE: tl.constexpr = v.dtype.element_ty
     ULP: tl.constexpr = 2.0**-52 if DOUBLE else 2.0**-23
     STEADY: tl.constexpr = 2.0**-49 if DOUBLE else (2.0**-12 if WRITE else 2.0**-24)
     CLOSE: tl.constexpr = 4e-15 if DOUBLE else 2e-7
     TINY: tl.constexpr = 1e-200 if DOUBLE else 1e-25
     AT_MOST: tl.constexpr = MODE == 1
-    row = _row(x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, index)
+    row = (x, delta, lower, upper)
     cols = tl.arange(0, BLOCK)
-    e = _budget(eps, index * eps_row)
-    if HOLDS and WRITE and MODE == 0 and P < 5 and not (DOUBLE or HALF):
-        K = _solve_plainly(row, cols, n, v + index * n, e, P, LOW, UP, DTYPE)
-        if K == K:
-            tl.store(eta + index, K)
-            tl.store(status + index, REGULAR)
-            return
     held = _load(row, cols, n, LOW, UP, DOUBLE)
     usual = (e > 0) & (e < INF)
     inv, target = _units(tl.where(usual, e, 1.0), P, DOUBLE)
@@ -511,7 +590,7 @@ def _solve_rows(
                 else:
                     factor = _curved(least, _real(last_c / c, DOUBLE), _real(last_U / some_U, DOUBLE), P)
                 guess = c * factor.to(tl.float64)
-                guess = tl.where((guess >= lo) & (guess <= hi), guess, tl.minimum(root, hi))
+                guess = tl.where((guess >= lo) & (guess <= hi) & (guess < INF), guess, tl.minimum(root, hi))
                 arrived = fine & (tl.abs(guess - c) <= STEADY * guess)
                 astray = ~fine | ((count >= NEWTON_PASSES) & (count % 2 == 1))
                 if astray & ~arrived & (hi >= INF):
@@ -539,10 +618,9 @@ def _solve_rows(
         K = tl.where(corner, K, tl.maximum(K, 1.0))
     K = tl.where(moves, K, 0.0)
     code = tl.where(moves, code, tl.where(top <= 0, ZERO, AT_ZERO))
-    tl.store(eta + index, tl.where(good, K, float("nan")))
-    tl.store(status + index, code.to(tl.int64))
+    tl.store(status, code.to(tl.int64))
+    written = K
     if WRITE:
-        written = K
         if moves:
             limit = size * 0 + 1 - SLACK if AT_MOST else size * 0 + INF
             MEASURE: tl.constexpr = NORM if AT_MOST or HALF else NEARLY
@@ -550,6 +628,9 @@ def _solve_rows(
             norm = _root(total, P) / size
             off = code == REGULAR
             if not HALF:
+                # Near the reach steps are short long before eta is near.
+                more = tl.minimum(tl.maximum((1 - norm) / slope, -0.1), 0.1)
+                K *= tl.where(off & (slope < 0.05), 1 + more, 1.0)
                 off = off & (tl.abs(norm - 1) > CLOSE)
             if AT_MOST:
                 over = norm > limit
@@ -559,18 +640,19 @@ def _solve_rows(
             ENOUGH: tl.constexpr = CLOSE / 2 if not HALF else (1e-8 if HOLDS else CLOSE)
             if off:
                 written = _polished(
-                    held, row, n, K, slope, inv, size, norm, limit, ENOUGH, corner,
+                    held, row, n, written, slope, inv, size, norm, limit, ENOUGH, corner,
                     P, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS,
                 )  # fmt: skip
         first, rest = _split(written, DOUBLE)
         if HOLDS:
             kept = _moved(held, first, rest, corner, DTYPE)
-            tl.store(v + index * n + cols, tl.where(good, kept, float("nan")).to(DTYPE), mask=cols < n)
+            tl.store(v + cols, tl.where(good, kept, float("nan")).to(DTYPE), mask=cols < n)
         else:
             for start in range(0, n, BLOCK):
                 here = start + cols
                 kept = _moved(_load(row, here, n, LOW, UP, DOUBLE), first, rest, corner, DTYPE)
-                tl.store(v + index * n + here, tl.where(good, kept, float("nan")).to(DTYPE), mask=here < n)
+                tl.store(v + here, tl.where(good, kept, float("nan")).to(DTYPE), mask=here < n)
+    tl.store(eta, tl.where(good, K, float("nan")))
 
 
 # --- long rows by many programs ---------------------------------------------------------------------------------------
@@ -1429,6 +1511,16 @@ def _block(n: int, key: _Key) -> dict[str, Any]:
     return {"BLOCK": max(size, 16), "HOLDS": n <= LONGEST, "num_warps": warps, **fewer}
 
 
+def _tiled_block(n: int, key: _Key) -> dict[str, Any]:
+    """The same for `_solve_plainly`, which has four elements of a tile in a thread."""
+    block = _block(n, key)
+    tile = min(128 * block["num_warps"], block["BLOCK"])
+    tiles = -(-n // tile) if n <= LONGEST else 1
+    if tiles <= 6 and "maxnreg" in block:
+        block["maxnreg"] = 96
+    return {**block, "TILE": tile, "TILES": tiles, "EVEN": n % tile == 0}
+
+
 # How a program goes through its part of a long row, and how far ahead it loads.
 AT_NODES = {"SEGMENT": 8192, "CHUNK": 512, "STAGES": 4, "num_warps": 4}
 VERY_LONG, MORE = 2**22, {"SEGMENT": 32768}  # fewer parts to add up
@@ -1515,7 +1607,7 @@ def solve(
         constants = functools.partial(options, HALF=half, AGAIN=True, **to_write)
         _launch(_write, rows * halves, (*arguments, halves), (True, many, key), constants)
     arguments = *given, v, eta, status, flags
-    _launch(_solve_rows, rows, arguments, key, lambda: options(HALF=half, **_block(n, key)))
+    _launch(_solve_rows, rows, arguments, key, lambda: options(HALF=half, **_tiled_block(n, key)))
     return v, eta, status
 
 
