@@ -57,8 +57,8 @@ CHOICES: dict[str, list[dict[str, Any]]] = {
     "Gaussian": [{"sigma": sigma} for sigma in (0.2, 0.3, 0.45, 0.7)],
     "Gaussian, several sizes": [{"sigma": tuple(k * sigma for sigma in SIGMAS)} for k in (1, 1.5, 2.25)],
     "speckle": [{"sigma": sigma} for sigma in (0.6, 1.0)],
-    "ANT 1x1": [{"eps": eps} for eps in ("adaptive", 0.2, 0.3, 0.4)],
-    "ANT 3x3": [{"eps": eps} for eps in ("adaptive", 0.15, 0.225, 0.3)],
+    "ANT 1x1": [{"eps": eps} for eps in ("adaptive", 0.2, 0.25, 0.3)],
+    "ANT 3x3": [{"eps": eps} for eps in ("adaptive", 0.15, 0.2, 0.25)],
 }
 FIXED = ("gaussian", "shot", "impulse", "speckle", "uniform")  # the kinds of noise that are the same for all
 OTHERS = ("blur", "contrast", "brightness", "pixelate")
@@ -82,7 +82,7 @@ def main() -> int:
     parser.add_argument(
         "--tune",
         action="store_true",
-        help="first choose each method's size of noise on pictures held back from training",
+        help="first choose sizes of noise, on pictures held back from training",
     )
     parser.add_argument("--epochs", type=int, metavar="N", help="of the clean classifier (10, --quick 5)")
     parser.add_argument("--further", type=int, metavar="N", help="and of each method (10, --quick 3)")

@@ -16,8 +16,8 @@ Array = Any
 NOISES = ("gaussian", "shot", "impulse", "speckle", "uniform")
 OTHERS = ("blur", "contrast", "brightness", "pixelate")
 
-# At severities 1 to 5, those of Hendrycks & Dietterich (2019), arXiv 1903.12261. Uniform noise is none of theirs: it has
-# the standard deviations of the Gaussian noise.
+# At severities 1 to 5, those of Hendrycks & Dietterich (2019), arXiv 1903.12261. Uniform noise is none of theirs, and
+# has the standard deviations of the Gaussian noise.
 STRENGTHS = {
     "gaussian": (0.08, 0.12, 0.18, 0.26, 0.38),
     "shot": (60, 25, 12, 5, 3),
@@ -140,7 +140,7 @@ def _pixelate(u: torch.Tensor, c: float, generator: Any) -> torch.Tensor:
 
 
 def _box(m: int, n: int) -> Array:
-    """The (m, n) matrix that resizes n elements to m: means of those whose middle lies in the box, as Pillow does it."""
+    """The (m, n) matrix that resizes n elements to m: means of those whose middle lies in the box, as in Pillow."""
     scale = n / m
     centres, middles = (np.arange(m)[:, None] + 0.5) * scale, np.arange(n) + 0.5
     away = (middles - centres) / max(scale, 1)

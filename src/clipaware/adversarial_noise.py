@@ -6,17 +6,11 @@ After Rusak et al. (2020), "A simple way to make neural networks robust against 
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import numbers
 import os
-import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,6 +24,7 @@ from torch.nn.functional import cross_entropy
 from clipaware import _check
 from clipaware._api import perturb, reach
 from clipaware._corruptions import NOISES, OTHERS, corrupt
+from clipaware._training import Run, mode, positive, positive_eps
 from clipaware.attacks import Robustness, noise_robustness
 from clipaware.noise import sample
 
@@ -51,7 +46,6 @@ CONVOLUTIONS = {1: torch.nn.Conv1d, 2: torch.nn.Conv2d, 3: torch.nn.Conv3d}
 SHARES = (0.5, 0.3, 0.1, 0.1)  # of a batch: clean, of this epoch's generator, and of two earlier ones
 GAIN = 0.2  # by which the logarithm of an adaptive eps follows the error
 SMALLEST, LARGEST = 1e-3, 0.9  # that it becomes, of what noise can reach
-CHECKPOINT, METRICS = "checkpoint.pt", "metrics.csv"
 
 
 class NoiseGenerator(torch.nn.Module):
@@ -84,35 +78,37 @@ class NoiseGenerator(torch.nn.Module):
 
     def __init__(self, channels: int, kernel_size: int = 1, *, dims: int = 2, hidden: int = 20) -> None:
         super().__init__()
-        _positive(channels, "channels")
-        _positive(hidden, "hidden")
+        positive(channels, "channels")
+        positive(hidden, "hidden")
         if kernel_size not in (1, 3):
             raise ValueError(f"kernel_size is {kernel_size!r}, expected 1 or 3")
         if dims not in CONVOLUTIONS:
             raise ValueError(f"dims is {dims!r}, expected 1 (audio), 2 (pictures) or 3 (volumes)")
         self.channels, self.kernel_size, self.dims, self.hidden = channels, kernel_size, dims, hidden
         widths, kernels = (channels, hidden, hidden, hidden, channels), (1, kernel_size, 1, 1)
-        self.layers = torch.nn.ModuleList(
+        layers = [
             CONVOLUTIONS[dims](before, after, kernel)
             for before, after, kernel in zip(widths, widths[1:], kernels, strict=False)
-        )
-        for layer in self.layers:
+        ]
+        for layer in layers:
             torch.nn.init.normal_(layer.weight, std=0.01)
-            torch.nn.init.zeros_(layer.bias)
+            torch.nn.init.constant_(layer.bias, 0)  # type: ignore[arg-type]
+        self.layers = torch.nn.ModuleList(layers)
 
     def forward(self, x: torch.Tensor, *, generator: torch.Generator | None = None) -> torch.Tensor:
         """Noise in the shape and dtype of x, and of no particular size; `generator` is what z is drawn from."""
         if x.ndim != self.dims + 2 or x.shape[1] != self.channels:
             rest = ", ".join(("length", "height, width", "depth, height, width")[self.dims - 1 :][:1])
             raise ValueError(f"x has shape {tuple(x.shape)}, expected (samples, {self.channels}, {rest})")
-        margin, weight = self.kernel_size // 2, self.layers[0].weight
+        margin, weight = self.kernel_size // 2, next(self.parameters())
         shape = (*x.shape[:2], *(n + 2 * margin for n in x.shape[2:]))
         z = torch.randn(shape, dtype=weight.dtype, device=x.device, generator=generator)
         hidden = z
         for layer in self.layers[:-1]:
             hidden = torch.relu(layer(hidden))
-        inside = (..., *(slice(margin, margin + n) for n in x.shape[2:]))
-        return (self.layers[-1](hidden) + z[inside]).to(x.dtype)
+        inside = (slice(None), slice(None), *(slice(margin, margin + n) for n in x.shape[2:]))
+        noise: torch.Tensor = self.layers[-1](hidden) + z[inside]
+        return noise.to(x.dtype)
 
     def perturb(
         self,
@@ -222,14 +218,14 @@ def train_noise(
     """
     if not isinstance(generator, NoiseGenerator):
         raise TypeError(f"generator is a {type(generator).__name__}, expected a NoiseGenerator")
-    run = _Run(model, loader, p, bounds, amp, seed, progress)
-    _positive(epochs, "epochs")
-    _eps(eps)
+    run = Run(model, loader, p, bounds, amp, seed, progress)
+    positive(epochs, "epochs")
+    positive_eps(eps)
     generator.to(run.device)
     optimizer = torch.optim.Adam(generator.parameters(), lr, maximize=True)
     run.settings = {"training": "noise", "eps": float(eps), "p": float(p)}
     run.kept = {"generator": generator, "optimizer": optimizer}
-    with run.random_state(), _mode(model, training=False):
+    with run.random_state(), mode(model, training=False):
         run.open(folder, resume, tensorboard)
         if not run.history:
             run.look(check, eps, generator)
@@ -284,8 +280,8 @@ def train_robust(
         Norm of the noise after clipping; ``"adaptive"`` to change it so that a share of `error` of the noisy samples is
         misclassified. None with `sigma`, and for ``"clean"``.
     method
-        ``"ant"``, adversarial noise training. Or something to compare it with: ``"gaussian"`` and ``"speckle"`` for half
-        of the batch with noise of that kind, ``"clean"`` for none.
+        ``"ant"``, adversarial noise training. Or something to compare it with: ``"gaussian"`` and ``"speckle"``, with
+        noise of that kind on half of the batch, ``"clean"`` with none.
     kernel_size
         Of the generators, 1 or 3.
     sigma
@@ -321,8 +317,8 @@ def train_robust(
     ([1, 2, 3], 3)
     """
     _check.option(method, METHODS, "method")
-    run = _Run(model, loader, p, bounds, amp, seed, progress)
-    _positive(epochs, "epochs")
+    run = Run(model, loader, p, bounds, amp, seed, progress)
+    positive(epochs, "epochs")
     if not isinstance(warmup, numbers.Integral) or warmup < 0:
         raise ValueError(f"warmup is {warmup!r}, expected a whole number of 0 or more")
     if not (_check.is_number(error) and 0 < error < 1):
@@ -334,25 +330,21 @@ def train_robust(
     run.kept = {"model": getattr(model, "_orig_mod", model), "optimizer": optimizer, "noise": noise}
     if scheduler is not None:
         run.kept["scheduler"] = scheduler
-    with run.random_state(), _mode(model, training=True):
+    with run.random_state(), mode(model, training=True):
         run.open(folder, resume, tensorboard)
         if not run.history:
             noise.begin(run.look(check, eps if _check.is_number(eps) else None, None))
         for epoch in run.epochs(epochs):
             noise.renew()
             if noise.current is not None and warmup:
-                with run.bar(f"generator, epoch {epoch + 1} of {epochs}", warmup) as bar, _mode(model, training=False):
+                with run.bar(f"generator, epoch {epoch + 1} of {epochs}", warmup) as bar, mode(model, training=False):
                     for x, y in run.batches(warmup):
                         run.noise_step(noise.current, noise.optimizer, x, y, noise.eps)
                         run.show(bar)
                 run.forget()
             with run.bar(f"epoch {epoch + 1} of {epochs}") as bar:
                 for x, y in run.batches():
-                    v, y, clean = noise.mixed(x, y)
-                    scores = run.scores(v)
-                    loss = cross_entropy(scores, y)
-                    run.step(loss, optimizer, noise.optimizer)
-                    noise.adapt(run.count(loss, scores, y, clean))
+                    _robust_step(run, noise, optimizer, x, y)
                     run.show(bar)
             rate = optimizer.param_groups[0]["lr"]
             if scheduler is not None:
@@ -363,11 +355,20 @@ def train_robust(
     return Training(run.history, size, noise.earlier)
 
 
+def _robust_step(run: Run, noise: _Noise, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    """A step of the classifier, and of the generator if there is one, from one gradient."""
+    v, y, clean = noise.mixed(x, y)
+    scores = run.scores(v)
+    loss = cross_entropy(scores, y)
+    run.step(loss, optimizer, noise.optimizer)
+    noise.adapt(run.count(loss, scores, y, clean))
+
+
 class _Noise:
     """What a robust training puts on half of its batches; its state is part of the checkpoint."""
 
     def __init__(
-        self, run: _Run, method: str, eps: Any, sigma: Any, error: float, kernel_size: int, noise_lr: float
+        self, run: Run, method: str, eps: Any, sigma: Any, error: float, kernel_size: int, noise_lr: float
     ) -> None:
         self.run, self.method, self.error, self.noise_lr, self.kernel_size = run, method, error, noise_lr, kernel_size
         self.adaptive, self.sigma = isinstance(eps, str) and eps == "adaptive", None
@@ -385,7 +386,7 @@ class _Noise:
                 raise ValueError(f"sigma is {sigma!r}, expected a positive number or several")
             self.sigma = torch.tensor(several, device=run.device)
         elif not self.adaptive:
-            _eps(eps)
+            positive_eps(eps)
         if kernel_size not in (1, 3):
             raise ValueError(f"kernel_size is {kernel_size!r}, expected 1 or 3")
         self.eps: Any = float(eps) if _check.is_number(eps) else None
@@ -415,7 +416,7 @@ class _Noise:
             most = float(reach(x, delta, p=run.p, bounds=run.bounds).median())
             self.span = (SMALLEST * most, LARGEST * most)
             low, high = map(math.log, self.span)
-            with torch.no_grad(), _mode(run.model, training=False):
+            with torch.no_grad(), mode(run.model, training=False):
                 for _ in range(12):
                     middle = (low + high) / 2
                     v = perturb(x, delta, math.exp(middle), p=run.p, bounds=run.bounds)
@@ -449,7 +450,7 @@ class _Noise:
         known = self.earlier or [self.current]
         which = torch.randperm(len(known))[: len(parts) - 2].tolist()
         with torch.set_grad_enabled(not self.earlier):
-            for number, part in enumerate(rest[parts[1] :].split(parts[2:])):
+            for number, part in enumerate(torch.split(rest[parts[1] :], parts[2:])):
                 pieces.append(known[which[number % len(which)]].perturb(part, self.eps, run.bounds, p=run.p))
         return torch.cat(pieces), y, parts[0]
 
@@ -457,9 +458,9 @@ class _Noise:
         """x with Gaussian or speckle noise."""
         delta = sample(self.method, x)
         if self.sigma is None:
-            return perturb(x, delta, self.eps, p=self.run.p, bounds=self.run.bounds)  # type: ignore[no-any-return]
+            return perturb(x, delta, self.eps, p=self.run.p, bounds=self.run.bounds)
         drawn = self.sigma[torch.randint(len(self.sigma), (len(x),), device=x.device)].to(x.dtype)
-        lower, upper = self.run.bounds
+        lower, upper = (torch.as_tensor(b, dtype=x.dtype, device=x.device) for b in self.run.bounds)
         return (x + drawn.reshape(-1, *(1,) * (x.ndim - 1)) * delta).clamp(lower, upper)
 
     def adapt(self, wrong: float) -> None:
@@ -489,319 +490,10 @@ class _Noise:
             self.remember()
 
 
-class _Run:
-    """What both trainings share: the device, the seeds, the steps, and what is written after every epoch."""
-
-    def __init__(
-        self, model: Any, loader: Any, p: float, bounds: Any, amp: Any, seed: int | None, progress: bool
-    ) -> None:
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
-        if amp not in (None, torch.bfloat16, torch.float16):
-            raise ValueError(f"amp is {amp!r}, expected torch.bfloat16, torch.float16 or None")
-        if seed is not None and not isinstance(seed, numbers.Integral):
-            raise TypeError(f"seed is a {type(seed).__name__}, expected a whole number or None")
-        _check.seed(seed)
-        self.model, self.loader, self.p, self.amp, self.progress = model, loader, _check.norm_order(p), amp, progress
-        first = next(model.parameters(), None)
-        self.device = torch.device("cpu") if first is None else first.device
-        self.bounds = tuple(_on(b, self.device) for b in _check.bounds_pair(bounds))
-        self.seed = int.from_bytes(os.urandom(6), "little") if seed is None else int(seed)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=amp is torch.float16)
-        self.history: list[dict[str, float]] = []
-        self.settings: dict[str, Any] = {}
-        self.kept: dict[str, Any] = {}  # whatever has a state to be saved
-        self.folder: Path | None = None
-        self.tensorboard: bool | None = None
-        self.forget()
-
-    # --- randomness ---------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def random_state(self) -> Iterator[None]:
-        """Leave the global random numbers as they were."""
-        devices = [self.device] if self.device.type == "cuda" else []
-        plain, of_numpy = random.getstate(), np.random.get_state()
-        with torch.random.fork_rng(devices):
-            try:
-                yield
-            finally:
-                random.setstate(plain)
-                np.random.set_state(of_numpy)
-
-    def reseed(self, epoch: int) -> None:
-        """All that is random in an epoch follows from the seed and its number, so that it can be repeated."""
-        words = np.random.SeedSequence([self.seed, epoch]).generate_state(3)
-        torch.manual_seed(int(words[0]))
-        np.random.seed(int(words[1]))
-        random.seed(int(words[2]))
-        sampler = getattr(self.loader, "sampler", None)
-        for owner in (self.loader, sampler):
-            if isinstance(getattr(owner, "generator", None), torch.Generator):
-                owner.generator.manual_seed(int(words[0]))
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
-
-    def epochs(self, number: int) -> Iterator[int]:
-        for epoch in range(len(self.history), number):
-            self.reseed(epoch + 1)
-            yield epoch
-
-    # --- batches ------------------------------------------------------------------------------------------------------
-
-    def batches(self, number: int | None = None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Those of the loader, or as many as there are to be, on the model's device."""
-        count = 0
-        while number is None or count < number:
-            before = count
-            for batch in self.loader:
-                if count == number:
-                    return
-                count += 1
-                if not isinstance(batch, tuple | list) or len(batch) != 2:
-                    came = f"{len(batch)} items" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
-                    raise ValueError(f"loader has a batch of {came}, expected a pair (x, labels)")
-                x, y = (torch.as_tensor(part).to(self.device, non_blocking=True) for part in batch)
-                yield x, y
-            if count == before:
-                raise ValueError("loader is empty, expected batches (x, labels)")
-            if number is None:
-                return
-
-    def look(self, check: int | None, eps: float | None, generator: NoiseGenerator | None) -> tuple[Any, Any]:
-        """Go through the batches before anything is trained, and return some 500 samples of them."""
-        if check is not None:
-            _positive(check, "check")
-        self.reseed(0)
-        reaches, some, classes = [], [], None
-        for number, (x, y) in enumerate(self.batches(check)):
-            here = f"batch {number} of the loader"
-            if classes is None:
-                classes = self.classes(x, here)
-                if generator is not None:
-                    generator(x[:1])  # which says whether the shape is the one it was made for
-            _check_labels(y, len(x), classes, here)
-            try:
-                # On the CPU, where values are looked at.
-                x = x.cpu()
-                bounds = tuple(b.cpu() if isinstance(b, torch.Tensor) else b for b in self.bounds)
-                reaches.append(reach(x, sample("gaussian", x), p=self.p, bounds=bounds).reshape(-1))
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"{here}: {error}") from error
-            if sum(len(labels) for _, labels in some) < 500:
-                some.append((x, y.cpu()))
-        reached = torch.cat(reaches)
-        if eps is not None and (reached < eps).double().mean() > 0.5:
-            raise ValueError(
-                f"eps is {eps}, which noise on {int((reached < eps).sum())} of {len(reached)} samples cannot have "
-                f"inside the bounds, expected less than {float(reached.median()):.4g}, what half of them can"
-            )
-        x, y = (torch.cat(parts).to(self.device) for parts in zip(*some, strict=True))
-        return x, y
-
-    def classes(self, x: torch.Tensor, here: str) -> int:
-        if not x.is_floating_point():
-            raise TypeError(
-                f"{here}: x has dtype {x.dtype}, expected a floating one; convert it first, such as x.float() / 255"
-            )
-        with torch.no_grad(), _mode(self.model, training=False):
-            scores = self.scores(x)
-        if scores.ndim != 2 or len(scores) != len(x):
-            raise ValueError(f"the model's scores have shape {tuple(scores.shape)}, expected ({len(x)}, classes)")
-        return int(scores.shape[1])
-
-    # --- steps --------------------------------------------------------------------------------------------------------
-
-    def scores(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(self.device.type, self.amp, enabled=self.amp is not None):
-            return self.model(x).float()  # type: ignore[no-any-return]
-
-    def noise_step(self, generator: NoiseGenerator, optimizer: Any, x: Any, y: Any, eps: Any) -> None:
-        """A step of the generator alone."""
-        with torch.autocast(self.device.type, self.amp, enabled=self.amp is not None):
-            delta = generator(x)
-        scores = self.scores(perturb(x, delta, eps, p=self.p, bounds=self.bounds))
-        loss = cross_entropy(scores, y)
-        self.step(loss, optimizer, inputs=list(generator.parameters()))
-        self.count(loss, scores, y, 0)
-
-    def step(self, loss: torch.Tensor, *optimizers: Any, inputs: Any = None) -> None:
-        """Differentiate, and let all optimizers take a step, unless the gradient is NaN or infinite."""
-        steppers = [optimizer for optimizer in optimizers if optimizer is not None]
-        for optimizer in steppers:
-            optimizer.zero_grad(set_to_none=True)
-        self.scaler.scale(loss).backward(inputs=inputs)
-        self.finite = torch.isfinite(loss.detach())
-        if self.scaler.is_enabled():
-            for optimizer in steppers:
-                self.scaler.step(optimizer)  # which skips what is not finite, and makes the scale smaller
-            self.scaler.update()
-            return
-        for optimizer in steppers:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            # With no limit but the norm that it returns.
-            norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf)
-            self.finite = self.finite & torch.isfinite(norm)
-        if not self.finite:
-            raise FloatingPointError(
-                f"the loss is {float(loss):.4g} with a gradient that is not finite, in epoch {len(self.history) + 1}; "
-                "no step was taken. Expected a model with finite gradients: is the learning rate too large?"
-            )
-        for optimizer in steppers:
-            optimizer.step()
-
-    # --- metrics ------------------------------------------------------------------------------------------------------
-
-    def forget(self) -> None:
-        # Of the loss, clean samples, those that are right, noisy ones, those that are right.
-        self.totals = [0.0] * 5
-
-    def count(self, loss: torch.Tensor, scores: torch.Tensor, y: torch.Tensor, clean: int) -> float:
-        """Add a batch, of which the first `clean` have no noise, and return the share of wrong ones of the others."""
-        right = (scores.detach().argmax(1) == y).double()
-        # One look at the device for all of it.
-        total, first, rest = torch.stack([loss.detach().double(), right[:clean].sum(), right[clean:].sum()]).tolist()
-        noisy = len(y) - clean
-        added = (total * len(y), clean, first, noisy, rest)
-        self.totals = [before + more for before, more in zip(self.totals, added, strict=True)]
-        return 1 - rest / noisy if noisy else math.nan
-
-    def metrics(self) -> dict[str, float]:
-        loss, clean, first, noisy, rest = self.totals
-        return {
-            "loss": loss / max(clean + noisy, 1),
-            "clean_accuracy": first / clean if clean else math.nan,
-            "noisy_accuracy": rest / noisy if noisy else math.nan,
-        }
-
-    def bar(self, what: str, number: int | None = None) -> AbstractContextManager[Any]:
-        if not self.progress:
-            return nullcontext(SimpleNamespace(update=lambda number: None, set_postfix=lambda **shown: None))
-        try:
-            from tqdm import tqdm
-        except ImportError as error:
-            raise ImportError("a progress bar needs tqdm: pip install 'clipaware[training]'") from error
-        total = number or (len(self.loader) if hasattr(self.loader, "__len__") else None)
-        return tqdm(total=total, desc=what, unit=" batches", disable=None)  # type: ignore[no-any-return]
-
-    def show(self, bar: Any) -> None:
-        bar.update(1)
-        bar.set_postfix(
-            refresh=False, **{name: f"{value:.3f}" for name, value in self.metrics().items() if value == value}
-        )
-
-    # --- files --------------------------------------------------------------------------------------------------------
-
-    def open(self, folder: Any, resume: bool, tensorboard: bool | None) -> None:
-        """Load the checkpoint, if there is one to go on from."""
-        self.tensorboard = tensorboard
-        if folder is None:
-            if resume:
-                raise ValueError("resume is True and folder is None, expected the folder of the checkpoint")
-            return
-        self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / CHECKPOINT
-        if not resume or not path.exists():
-            return
-        saved = torch.load(path, map_location=self.device, weights_only=True)
-        for name, value in self.settings.items():
-            if saved["settings"].get(name) != value:
-                raise ValueError(f"{name} is {value!r}, expected {saved['settings'].get(name)!r}, as in {path}")
-        if set(saved["kept"]) != set(self.kept):
-            raise ValueError(f"{path} has {sorted(saved['kept'])}, expected {sorted(self.kept)}: no other scheduler")
-        for name, owner in self.kept.items():
-            owner.load_state_dict(saved["kept"][name])
-        self.scaler.load_state_dict(saved["scaler"])
-        self.history, self.seed = saved["history"], saved["seed"]
-
-    def close(self, epoch: int, more: dict[str, float]) -> None:
-        """The end of an epoch: its metrics, and a checkpoint."""
-        self.history.append({"epoch": epoch + 1, **self.metrics(), **more})
-        self.forget()
-        if self.folder is None:
-            return
-        text = io.StringIO()
-        writer = csv.DictWriter(text, list(self.history[-1]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.history)
-        saved = {
-            "settings": self.settings,
-            "seed": self.seed,
-            "history": self.history,
-            "scaler": self.scaler.state_dict(),
-            "kept": {name: owner.state_dict() for name, owner in self.kept.items()},
-        }
-        _written(self.folder / CHECKPOINT, lambda file: torch.save(saved, file))
-        _written(self.folder / METRICS, lambda file: file.write(text.getvalue().encode()))
-        self.write_events(epoch + 1)
-
-    def write_events(self, step: int) -> None:
-        if self.tensorboard is False:
-            return
-        try:
-            # Not before the first epoch's end: it may import TensorFlow, after which Triton could not be loaded.
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            if self.tensorboard:
-                raise ImportError("TensorBoard is not installed: pip install 'clipaware[training]'") from error
-            return
-        with SummaryWriter(self.folder, purge_step=step) as writer:  # type: ignore[no-untyped-call]
-            for name, value in self.history[-1].items():
-                if name != "epoch" and not math.isnan(value):
-                    writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
-
-
-def _written(path: Path, write: Callable[[Any], Any]) -> None:
-    """A file that is there as a whole or as it was before, whatever happens in between."""
-    new = path.with_name(f".{path.name}.new")
-    with new.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
-
-
-@contextmanager
-def _mode(model: torch.nn.Module, training: bool) -> Iterator[None]:
-    """The model in training or evaluation mode, and then each of its parts as it was."""
-    before = {module: module.training for module in model.modules()}
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, was in before.items():
-            module.training = was
-
-
 def _parts(samples: int) -> list[int]:
     """How many of so many are clean, of this epoch's generator, and of each earlier one; all of them together."""
     ends = [round(samples * share) for share in np.cumsum(SHARES)]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
-
-
-def _on(bound: Any, device: torch.device) -> Any:
-    return bound.to(device) if isinstance(bound, torch.Tensor) else bound
-
-
-def _eps(eps: Any) -> None:
-    if not _check.is_number(eps) or not 0 < eps < math.inf:
-        raise ValueError(f"eps is {eps!r}, expected a positive number")
-
-
-def _positive(value: Any, name: str) -> None:
-    if not isinstance(value, numbers.Integral) or value < 1:
-        raise ValueError(f"{name} is {value!r}, expected a whole number of 1 or more")
-
-
-def _check_labels(y: torch.Tensor, samples: int, classes: int, here: str) -> None:
-    if y.shape != (samples,):
-        raise ValueError(f"{here}: labels have shape {tuple(y.shape)}, expected ({samples},): one for every sample")
-    if y.dtype != torch.int64:
-        raise TypeError(f"{here}: labels have dtype {y.dtype}, expected torch.int64: the index of every class")
-    if samples and not (0 <= int(y.min()) and int(y.max()) < classes):
-        worst = int(y.max()) if int(y.max()) >= classes else int(y.min())
-        raise ValueError(f"{here}: labels have {worst}, expected 0 to {classes - 1} for a model with {classes} classes")
 
 
 @dataclass(frozen=True)
@@ -895,8 +587,8 @@ def evaluate_corruptions(
     Returns
     -------
     CorruptionResult
-        With ``clean``, ``accuracy`` by kind and severity, ``noise`` (their mean over noise), ``mean()``, ``table()`` and
-        ``robustness``.
+        With ``clean``, ``accuracy`` by kind and severity, ``noise`` (their mean over noise), ``mean()``, ``table()``
+        and ``robustness``.
 
     Examples
     --------
@@ -913,13 +605,14 @@ def evaluate_corruptions(
     for severity in severities:
         if severity not in (1, 2, 3, 4, 5):
             raise ValueError(f"severities has {severity!r}, expected whole numbers from 1 to 5")
-    _positive(batch_size, "batch_size")
-    _positive(steps, "steps")
+    positive(batch_size, "batch_size")
+    positive(steps, "steps")
     x, y = torch.as_tensor(x), torch.as_tensor(y)
     if not len(x):
         raise ValueError(f"x has shape {tuple(x.shape)}, expected one sample at least")
-    run = _Run(model, list(zip(x.split(batch_size), y.split(batch_size), strict=True)), 2, bounds, None, seed, progress)
-    with run.random_state(), _mode(model, training=False):
+    batches = list(zip(torch.split(x, batch_size), torch.split(y, batch_size), strict=True))
+    run = Run(model, batches, 2, bounds, None, seed, progress)
+    with run.random_state(), mode(model, training=False):
         run.look(None, None, generator)
         if generator is None and "learned" in corruptions:
             generator = _worst(run, steps)
@@ -944,7 +637,7 @@ def evaluate_corruptions(
     return CorruptionResult(float(torch.cat(right).double().mean()), accuracy, tuple(severities), found)
 
 
-def _corrupted(run: _Run, x: torch.Tensor, kind: str, severity: int, generator: Any, number: int) -> torch.Tensor:
+def _corrupted(run: Run, x: torch.Tensor, kind: str, severity: int, generator: Any, number: int) -> torch.Tensor:
     def seeded(what: str) -> torch.Generator:
         words = [run.seed, CORRUPTIONS.index(what), severity, number]
         return torch.Generator(x.device).manual_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
@@ -956,7 +649,7 @@ def _corrupted(run: _Run, x: torch.Tensor, kind: str, severity: int, generator: 
     return generator.perturb(x, eps, run.bounds, generator=seeded("learned"))  # type: ignore[no-any-return]
 
 
-def _worst(run: _Run, steps: int) -> NoiseGenerator:
+def _worst(run: Run, steps: int) -> NoiseGenerator:
     """A generator trained against the model on the samples that it will be tried on."""
     run.reseed(1)
     x, _ = next(run.batches())
