@@ -44,15 +44,16 @@ from clipaware.noise import sample
 Row = dict[str, Any]
 COLUMNS = ["data", "method", "seed", "what", "level", "value"]
 SIGMAS = (0.08, 0.12, 0.18, 0.26, 0.38)  # those of the Gaussian noise that they are tried on
+# eps is in units of the box's diagonal, which is 28 for pictures of 28 x 28.
 METHODS: dict[str, dict[str, Any]] = {
     "clean": {"method": "clean"},
     "Gaussian": {"method": "gaussian", "sigma": 0.3},
     "Gaussian, several sizes": {"method": "gaussian", "sigma": SIGMAS},
     "speckle": {"method": "speckle", "sigma": 0.6},
-    "ANT 1x1": {"method": "ant", "kernel_size": 1, "eps": "adaptive"},
-    "ANT 3x3": {"method": "ant", "kernel_size": 3, "eps": "adaptive"},
+    "ANT 1x1": {"method": "ant", "kernel_size": 1, "eps": 0.2},
+    "ANT 3x3": {"method": "ant", "kernel_size": 3, "eps": 0.15},
 }
-# Other settings that --tune chooses from. eps is in units of the box's diagonal, 28 for pictures of 28 x 28.
+# Settings that --tune chooses from.
 CHOICES: dict[str, list[dict[str, Any]]] = {
     "Gaussian": [{"sigma": sigma} for sigma in (0.2, 0.3, 0.45, 0.7)],
     "Gaussian, several sizes": [{"sigma": tuple(k * sigma for sigma in SIGMAS)} for k in (1, 1.5, 2.25)],
@@ -86,6 +87,7 @@ def main() -> int:
     )
     parser.add_argument("--epochs", type=int, metavar="N", help="of the clean classifier (10, --quick 5)")
     parser.add_argument("--further", type=int, metavar="N", help="and of each method (10, --quick 3)")
+    parser.add_argument("--noise-steps", type=int, metavar="N", help="of noise to test with (500, --quick 100)")
     parser.add_argument("--batch", type=int, metavar="N", help="pictures in a batch (250, of digits 32)")
     parser.add_argument("--out", type=Path, default=Path("robust-training"), metavar="DIR", help="(%(default)s)")
     parser.add_argument("--figures-only", action="store_true", help="tables and figures of what is there already")
@@ -280,10 +282,7 @@ def compare(
     args: argparse.Namespace, model: Any, loader: Batches, tests: Any, labels: Any, size: float, seed: int
 ) -> list[tuple[str, float, float]]:
     """Errors of a clean classifier under learned and Gaussian noise of the same norms, and what they look like."""
-    steps = 100 if args.quick else 500
-    learned = {
-        f"learned {kernel}x{kernel}": attacker(args, model, loader, kernel, size, steps, seed) for kernel in (1, 3)
-    }
+    learned = {f"learned {kernel}x{kernel}": attacker(args, model, loader, kernel, size, seed) for kernel in (1, 3)}
     sizes = [round(size * factor, 2) for factor in (0.5, 1, 1.5, 2)]
     rows = []
     for what, generator in {"Gaussian": None, **learned}.items():
@@ -295,8 +294,10 @@ def compare(
 
 
 def attacker(
-    args: argparse.Namespace, model: Any, loader: Batches, kernel: int, eps: float, steps: int, seed: int
+    args: argparse.Namespace, model: Any, loader: Batches, kernel: int, eps: float, seed: int
 ) -> NoiseGenerator:
+    """A generator trained against this classifier, on training pictures."""
+    steps = args.noise_steps or (100 if args.quick else 500)
     torch.manual_seed(seed)
     generator = NoiseGenerator(1, kernel)
     epochs = -(-steps // len(loader))
@@ -336,7 +337,7 @@ def judged(
         return rows
     generator = None
     if "learned" in kinds:
-        generator = attacker(args, model, loader, 1, size, 100 if args.quick else 500, 100 + seed)
+        generator = attacker(args, model, loader, 1, size, 100 + seed)
         for eps in (size * factor for factor in (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3)):
             rows.append(("Gaussian at eps", eps, under(model, None, tests, labels, eps, seed)))
             rows.append(("learned at eps", eps, under(model, generator, tests, labels, eps, seed)))
