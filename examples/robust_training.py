@@ -17,10 +17,13 @@ started again; pictures.npz, what figures show; and then tables.md and the figur
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import contextlib
 import csv
 import gzip
 import importlib.util
 import json
+import multiprocessing
 import sys
 import time
 from collections.abc import Iterator
@@ -42,7 +45,10 @@ from clipaware.attacks import noise_robustness
 from clipaware.noise import sample
 
 Row = dict[str, Any]
+Found = tuple[str, float, float]  # what, at which level, its value
 COLUMNS = ["data", "method", "seed", "what", "level", "value"]
+TRIED = ["method", "setting", "noise", "clean"]
+TUNING = 1000  # the seed that settings are chosen with
 SIGMAS = (0.08, 0.12, 0.18, 0.26, 0.38)  # those of the Gaussian noise that they are tried on
 # eps is in units of the box's diagonal, which is 28 for pictures of 28 x 28.
 METHODS: dict[str, dict[str, Any]] = {
@@ -50,16 +56,22 @@ METHODS: dict[str, dict[str, Any]] = {
     "Gaussian": {"method": "gaussian", "sigma": 0.3},
     "Gaussian, several sizes": {"method": "gaussian", "sigma": SIGMAS},
     "speckle": {"method": "speckle", "sigma": 0.6},
-    "ANT 1x1": {"method": "ant", "kernel_size": 1, "eps": 0.2},
-    "ANT 3x3": {"method": "ant", "kernel_size": 3, "eps": 0.15},
+    "ANT 1x1": {"method": "ant", "kernel_size": 1, "eps": 0.25, "noise_lr": 3e-4},
+    "ANT 3x3": {"method": "ant", "kernel_size": 3, "eps": 0.2, "noise_lr": 3e-4},
 }
 # Settings that --tune chooses from.
 CHOICES: dict[str, list[dict[str, Any]]] = {
-    "Gaussian": [{"sigma": sigma} for sigma in (0.2, 0.3, 0.45, 0.7)],
-    "Gaussian, several sizes": [{"sigma": tuple(k * sigma for sigma in SIGMAS)} for k in (1, 1.5, 2.25)],
-    "speckle": [{"sigma": sigma} for sigma in (0.6, 1.0)],
-    "ANT 1x1": [{"eps": eps} for eps in ("adaptive", 0.2, 0.25, 0.3)],
-    "ANT 3x3": [{"eps": eps} for eps in ("adaptive", 0.15, 0.2, 0.25)],
+    "Gaussian": [{"sigma": sigma} for sigma in (0.2, 0.25, 0.3, 0.35, 0.45)],
+    "Gaussian, several sizes": [{"sigma": [round(k * sigma, 4) for sigma in SIGMAS]} for k in (1, 1.25, 1.5, 2)],
+    "speckle": [{"sigma": sigma} for sigma in (0.6, 1.0, 1.5)],
+    "ANT 1x1": [
+        *({"eps": eps, "noise_lr": 3e-4} for eps in (0.2, 0.25, 0.3)),
+        *({"eps": eps, "noise_lr": 1e-3} for eps in (0.25, 0.3, "adaptive")),
+    ],
+    "ANT 3x3": [
+        *({"eps": eps, "noise_lr": 3e-4} for eps in (0.2, 0.25)),
+        *({"eps": eps, "noise_lr": 1e-3} for eps in (0.15, 0.2, "adaptive")),
+    ],
 }
 FIXED = ("gaussian", "shot", "impulse", "speckle", "uniform")  # the kinds of noise that are the same for all
 OTHERS = ("blur", "contrast", "brightness", "pixelate")
@@ -87,6 +99,7 @@ def main() -> int:
     )
     parser.add_argument("--epochs", type=int, metavar="N", help="of the clean classifier (10, --quick 5)")
     parser.add_argument("--further", type=int, metavar="N", help="and of each method (10, --quick 3)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="classifiers at once (%(default)s)")
     parser.add_argument("--noise-steps", type=int, metavar="N", help="of noise to test with (500, --quick 100)")
     parser.add_argument("--batch", type=int, metavar="N", help="pictures in a batch (250, of digits 32)")
     parser.add_argument("--out", type=Path, default=Path("robust-training"), metavar="DIR", help="(%(default)s)")
@@ -137,12 +150,16 @@ def idx(path: Path) -> Any:
     return np.frombuffer(content, np.uint8, offset=4 + 4 * len(lengths)).reshape(lengths)
 
 
+def pictures_name(args: argparse.Namespace) -> str:
+    if args.data != "auto":
+        return str(args.data)
+    found = args.fashion_mnist.exists() and not args.quick
+    return "fashion-mnist" if found or importlib.util.find_spec("sklearn") is None else "digits"
+
+
 def pictures(args: argparse.Namespace) -> tuple[str, list[torch.Tensor]]:
     """Which they are, and x and y to train, to choose settings and to test with, on the device."""
-    name = args.data
-    if name == "auto":
-        found = args.fashion_mnist.exists() and not args.quick
-        name = "fashion-mnist" if found or importlib.util.find_spec("sklearn") is None else "digits"
+    name = pictures_name(args)
     if name == "digits":
         from sklearn.datasets import load_digits
 
@@ -177,181 +194,199 @@ def fitted(model: torch.nn.Module, loader: Batches, rate: float, epochs: int, **
     eps = options.pop("eps", None)
     if isinstance(eps, float):
         eps *= loader.x[0].numel() ** 0.5
-    train_robust(
-        model, loader, eps, optimizer=optimizer, scheduler=schedule, epochs=epochs, noise_lr=0.01, check=10, **options
-    )
+    train_robust(model, loader, eps, optimizer=optimizer, scheduler=schedule, epochs=epochs, check=10, **options)
 
 
 # --- the study --------------------------------------------------------------------------------------------------------
 
 
+class Study:
+    """The pictures, and what is to be done with them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.name, (x, y, self.held, self.held_labels, self.tests, self.labels) = pictures(args)
+        self.epochs, self.further = args.epochs or (5 if args.quick else 10), args.further or (3 if args.quick else 10)
+        self.loader = Batches(x, y, args.batch or (32 if self.name == "digits" else 250))
+        self.size = noise_size(x)
+
+    def base(self, seed: int) -> torch.nn.Module:
+        """The classifier that all methods begin with."""
+        torch.manual_seed(seed)
+        model = self.new()
+        path = self.args.out / f"base-{seed}.pt"
+        if path.exists():
+            model.load_state_dict(torch.load(path, map_location=self.args.device))
+        else:
+            fitted(model, self.loader, 1e-3, self.epochs, method="clean", seed=seed, progress=self.args.progress)
+            torch.save(model.state_dict(), path)
+        return model.eval()
+
+    def base_rows(self, seed: int) -> list[Found]:
+        """That one, of which there is nothing to tell."""
+        self.base(seed)
+        return []
+
+    def new(self) -> torch.nn.Module:
+        return cnn(self.loader.x.shape[-1]).to(self.args.device)
+
+    def before(self, seed: int) -> list[Found]:
+        """Errors of a clean classifier under learned and Gaussian noise of the same norms, and what they look like."""
+        model = self.base(seed)
+        learned = {f"learned {kernel}x{kernel}": self.attacker(model, kernel, seed) for kernel in (1, 3)}
+        rows = []
+        for what, generator in {"Gaussian": None, **learned}.items():
+            for eps in (round(self.size * factor, 2) for factor in (0.5, 1, 1.5, 2)):
+                rows.append((f"error, {what}", eps, 1 - self.under(model, generator, eps, seed)))
+        if seed == 0:
+            save_pictures(self.args.out / "pictures.npz", learned, self.tests, self.size)
+        return rows
+
+    def tried(self, method: str, setting: dict[str, Any]) -> list[Found]:
+        """Accuracies on pictures that nothing was trained with, of a seed that no result comes from."""
+        model = self.base(TUNING)
+        options = {**METHODS[method], **setting}
+        fitted(model, self.loader, 5e-4, self.further, seed=TUNING, progress=self.args.progress, **options)
+        found = evaluate_corruptions(
+            model, self.held, self.held_labels, corruptions=FIXED, robustness=False, seed=TUNING
+        )
+        return [("noise", 0, found.noise), ("clean", 0, found.clean)]
+
+    def judged(self, method: str, seed: int, options: dict[str, Any], done: set[str]) -> list[Found]:
+        """A method's classifier, trained or read, under all corruptions but those that were done."""
+        model = self.base(seed)
+        weights = self.args.out / f"{method.replace(' ', '-').replace(',', '')}-{seed}.pt"
+        if weights.exists():
+            model.load_state_dict(torch.load(weights, map_location=self.args.device))
+        else:
+            fitted(model, self.loader, 5e-4, self.further, seed=seed, progress=self.args.progress, **options)
+            torch.save(model.state_dict(), weights)
+        model.eval()
+        kinds = [kind for kind in possible() if kind not in done]
+        rows: list[Found] = []
+        generator = None
+        if "learned" in kinds:
+            generator = self.attacker(model, 1, 100 + seed)
+            for eps in (self.size * factor for factor in (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3)):
+                rows.append(("Gaussian at eps", eps, self.under(model, None, eps, seed)))
+                rows.append(("learned at eps", eps, self.under(model, generator, eps, seed)))
+        found = evaluate_corruptions(
+            model, self.tests, self.labels, corruptions=kinds, generator=generator, robustness=False, seed=seed
+        )
+        for kind, row in found.accuracy.items():
+            rows.extend((kind, severity, value) for severity, value in zip(found.severities, row, strict=True))
+        some = slice(200 if self.args.quick else 1000)
+        flipped = noise_robustness(model, self.tests[some], self.labels[some], batch_size=1000, seed=seed)
+        return [*rows, ("clean", 0, found.clean), ("median eps", 0, flipped.median)]
+
+    def attacker(self, model: torch.nn.Module, kernel: int, seed: int) -> NoiseGenerator:
+        """A generator trained against this classifier, on training pictures."""
+        steps, loader = self.args.noise_steps or (100 if self.args.quick else 500), self.loader
+        torch.manual_seed(seed)
+        generator = NoiseGenerator(1, kernel)
+        some = Batches(loader.x[: steps * loader.size], loader.y[: steps * loader.size], loader.size)
+        options = {"epochs": -(-steps // len(loader)), "lr": 0.01, "check": 1, "progress": self.args.progress}
+        train_noise(generator, model, some, self.size, seed=seed, **options)
+        return generator
+
+    def under(self, model: torch.nn.Module, generator: NoiseGenerator | None, eps: float, seed: int) -> float:
+        """Accuracy under learned noise, or Gaussian without a generator, of exactly this norm."""
+        right = []
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for x, labels in zip(self.tests.split(1000), self.labels.split(1000), strict=True):
+                delta = sample("gaussian", x) if generator is None else generator(x)
+                right.append(model(ca.perturb(x, delta, eps)).argmax(1) == labels)
+        return float(torch.cat(right).double().mean())
+
+
+_study: Study | None = None  # a worker's own
+
+
+def begin(args: argparse.Namespace) -> None:
+    global _study
+    if args.jobs > 1:
+        torch.set_num_threads(1)
+    _study = Study(args)
+
+
+def unit(what: str, *arguments: Any) -> list[Found]:
+    """One of the things that can be done side by side."""
+    assert _study is not None
+    rows: list[Found] = getattr(_study, what)(*arguments)
+    return rows
+
+
+def units(pool: Any, several: list[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], list[Found]]]:
+    """All of them, each with what came out, as soon as it has."""
+    if pool is None:
+        for one in several:
+            yield one, unit(*one)
+        return
+    waiting = {pool.submit(unit, *one): one for one in several}
+    for future in concurrent.futures.as_completed(waiting):
+        yield waiting[future], future.result()
+
+
 def study(args: argparse.Namespace) -> None:
-    name, (x, y, held, held_labels, tests, labels) = pictures(args)
-    epochs, further = args.epochs or (5 if args.quick else 10), args.further or (3 if args.quick else 10)
-    loader = Batches(x, y, args.batch or (32 if name == "digits" else 250))
-    path, size = args.out / "results.csv", noise_size(x)
-    print(f"{name}: {len(x)} pictures to train with, {len(tests)} to test with, on {args.device}", flush=True)
-    if args.tune:
-        tune(args, loader, held, held_labels, epochs, further)
-    settings = chosen(args)
-    for seed in range(args.seeds):
-        start = time.perf_counter()
-        base = base_model(args, loader, seed, epochs)
-        if not known(path, name, "clean, before", seed):
-            rows = compare(args, base, loader, tests, labels, size, seed)
+    """First the clean classifiers, then what --tune asks for, then every method with every seed."""
+    start, path, tuning = time.perf_counter(), args.out / "results.csv", args.out / "tuning.csv"
+    pool = None
+    if args.jobs > 1:
+        spawn = multiprocessing.get_context("spawn")  # after CUDA has begun, nothing can be forked
+        pool = concurrent.futures.ProcessPoolExecutor(args.jobs, spawn, begin, (args,))
+    else:
+        begin(args)
+    name = pictures_name(args)
+
+    def told(*what: Any) -> None:
+        print(f"{time.perf_counter() - start:5.0f} s: {name},", *what, flush=True)
+
+    with pool or contextlib.nullcontext():
+        seeds = [seed for seed in range(args.seeds) if not known(path, name, "clean, before", seed)]
+        tries = [(method, setting) for method in args.methods for setting in CHOICES.get(method, [])]
+        past = {(row["method"], row["setting"]) for row in table_rows(tuning)}
+        tries = [(method, setting) for method, setting in tries if (method, json.dumps(setting)) not in past]
+        firsts: list[tuple[Any, ...]] = [("before", seed) for seed in seeds]
+        if args.tune and tries:
+            firsts.insert(0, ("base_rows", TUNING))
+        for (what, seed), rows in units(pool, firsts):
             add(path, name, "clean, before", seed, rows)
-        for method in args.methods:
-            model = cnn(x.shape[-1]).to(args.device)
-            weights = args.out / f"{method.replace(' ', '-').replace(',', '')}-{seed}.pt"
-            if weights.exists():
-                model.load_state_dict(torch.load(weights, map_location=args.device))
-            else:
-                model.load_state_dict(base.state_dict())
-                fitted(model, loader, 5e-4, further, seed=seed, progress=args.progress, **settings[method])
-                torch.save(model.state_dict(), weights)
-            # What was not possible the last time, such as blur without SciPy, is made up for.
-            rows = judged(args, model, loader, tests, labels, size, seed, known(path, name, method, seed))
+            told(what, seed)
+        if args.tune:
+            for (_, method, setting), rows in units(pool, [("tried", *one) for one in tries]):
+                noise, clean = (value for _, _, value in rows)
+                append(tuning, TRIED, [[method, json.dumps(setting), f"{noise:.6g}", f"{clean:.6g}"]])
+                told(f"{method}, {setting}: {noise:.2%} under noise, {clean:.2%} clean")
+        settings, last = chosen(args), []
+        for seed in range(args.seeds):
+            for method in args.methods:
+                done = known(path, name, method, seed)
+                if not set(possible()) <= done:
+                    last.append(("judged", method, seed, settings[method], done))
+        for (_, method, seed, _, _), rows in units(pool, last):
             add(path, name, method, seed, rows)
-            if rows:
-                said = {what: round(value, 4) for what, _, value in rows if what in ("clean", "median eps")}
-                print(f"seed {seed}, {method}: {said}, {time.perf_counter() - start:.0f} s", flush=True)
-
-
-def tune(
-    args: argparse.Namespace, loader: Batches, x: torch.Tensor, y: torch.Tensor, epochs: int, further: int
-) -> None:
-    """Of each method's settings take that with the best mean over noise on pictures that nothing was trained with.
-
-    All get the same chance: a classifier of its own seed that no result comes from. The means are in tuning.csv.
-    """
-    path, seed = args.out / "tuning.csv", 1000
-    tried = {(row["method"], row["setting"]): float(row["value"]) for row in table_rows(path)}
-    base = base_model(args, loader, seed, epochs)
-    for method, several in CHOICES.items():
-        for setting in several if method in args.methods else ():
-            said = json.dumps(setting)
-            if (method, said) in tried:
-                continue
-            model = cnn(x.shape[-1]).to(args.device)
-            model.load_state_dict(base.state_dict())
-            fitted(model, loader, 5e-4, further, seed=seed, progress=args.progress, **{**METHODS[method], **setting})
-            found = evaluate_corruptions(model, x, y, corruptions=FIXED, robustness=False, seed=seed)
-            new = not path.exists()
-            with path.open("a", newline="") as file:
-                writer = csv.writer(file, lineterminator="\n")
-                writer.writerows([["method", "setting", "value", "clean"]] * new)
-                writer.writerow([method, said, f"{found.noise:.6g}", f"{found.clean:.6g}"])
-            print(f"{method}, {said}: {found.noise:.2%} under noise, {found.clean:.2%} clean", flush=True)
+            clean = next(value for what, _, value in rows if what == "clean")
+            told(f"{method}, seed {seed}: {clean:.2%} clean")
 
 
 def chosen(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Every method's options: its best of tuning.csv, or as they are above."""
     best: dict[str, tuple[float, dict[str, Any]]] = {}
     for row in table_rows(args.out / "tuning.csv"):
-        if float(row["value"]) > best.get(row["method"], (-1.0,))[0]:
-            best[row["method"]] = float(row["value"]), json.loads(row["setting"])
+        if float(row["noise"]) > best.get(row["method"], (-1.0,))[0]:
+            best[row["method"]] = float(row["noise"]), json.loads(row["setting"])
     return {method: {**options, **best.get(method, (0, {}))[1]} for method, options in METHODS.items()}
 
 
-def table_rows(path: Path) -> list[dict[str, str]]:
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+def possible() -> list[str]:
+    """All corruptions, or all but blur; then a later run with SciPy makes up for it."""
+    return [kind for kind in CORRUPTIONS if kind != "blur" or importlib.util.find_spec("scipy")]
 
 
 def noise_size(x: torch.Tensor) -> float:
     """An L2 norm that is a seventh of a picture from black to white: 4 for 28 x 28 pixels, 1.1 for 8 x 8."""
     return round(x[0].numel() ** 0.5 / 7, 1)
-
-
-def base_model(args: argparse.Namespace, loader: Batches, seed: int, epochs: int) -> torch.nn.Module:
-    """The classifier that all methods begin with."""
-    torch.manual_seed(seed)
-    model = cnn(loader.x.shape[-1]).to(args.device)
-    path = args.out / f"base-{seed}.pt"
-    if path.exists():
-        model.load_state_dict(torch.load(path, map_location=args.device))
-    else:
-        fitted(model, loader, 1e-3, epochs, method="clean", seed=seed, progress=args.progress)
-        torch.save(model.state_dict(), path)
-    return model.eval()
-
-
-def compare(
-    args: argparse.Namespace, model: Any, loader: Batches, tests: Any, labels: Any, size: float, seed: int
-) -> list[tuple[str, float, float]]:
-    """Errors of a clean classifier under learned and Gaussian noise of the same norms, and what they look like."""
-    learned = {f"learned {kernel}x{kernel}": attacker(args, model, loader, kernel, size, seed) for kernel in (1, 3)}
-    sizes = [round(size * factor, 2) for factor in (0.5, 1, 1.5, 2)]
-    rows = []
-    for what, generator in {"Gaussian": None, **learned}.items():
-        for eps in sizes:
-            rows.append((f"error, {what}", eps, 1 - under(model, generator, tests, labels, eps, seed)))
-    if seed == 0:
-        save_pictures(args.out / "pictures.npz", learned, tests, size)
-    return rows
-
-
-def attacker(
-    args: argparse.Namespace, model: Any, loader: Batches, kernel: int, eps: float, seed: int
-) -> NoiseGenerator:
-    """A generator trained against this classifier, on training pictures."""
-    steps = args.noise_steps or (100 if args.quick else 500)
-    torch.manual_seed(seed)
-    generator = NoiseGenerator(1, kernel)
-    epochs = -(-steps // len(loader))
-    some = Batches(loader.x[: steps * loader.size], loader.y[: steps * loader.size], loader.size)
-    train_noise(generator, model, some, eps, epochs=epochs, lr=0.01, check=1, seed=seed, progress=args.progress)
-    return generator
-
-
-def under(model: Any, generator: Any, x: torch.Tensor, y: torch.Tensor, eps: float, seed: int) -> float:
-    """Accuracy under learned noise, or Gaussian without a generator, of exactly this norm."""
-    right = []
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for here, labels in zip(x.split(1000), y.split(1000), strict=True):
-            delta = sample("gaussian", here) if generator is None else generator(here)
-            right.append(model(ca.perturb(here, delta, eps)).argmax(1) == labels)
-    return float(torch.cat(right).double().mean())
-
-
-def judged(
-    args: argparse.Namespace,
-    model: torch.nn.Module,
-    loader: Batches,
-    tests: torch.Tensor,
-    labels: torch.Tensor,
-    size: float,
-    seed: int,
-    done: set[str],
-) -> list[tuple[str, float, float]]:
-    """Rows (what, level, value) of a classifier, but for what is known of it."""
-    model.eval()
-    kinds = [kind for kind in CORRUPTIONS if kind not in done]
-    if "blur" in kinds and importlib.util.find_spec("scipy") is None:
-        kinds.remove("blur")
-    rows: list[tuple[str, float, float]] = []
-    if not kinds:
-        return rows
-    generator = None
-    if "learned" in kinds:
-        generator = attacker(args, model, loader, 1, size, 100 + seed)
-        for eps in (size * factor for factor in (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3)):
-            rows.append(("Gaussian at eps", eps, under(model, None, tests, labels, eps, seed)))
-            rows.append(("learned at eps", eps, under(model, generator, tests, labels, eps, seed)))
-    found = evaluate_corruptions(
-        model, tests, labels, corruptions=kinds, generator=generator, robustness=False, seed=seed
-    )
-    for kind, row in found.accuracy.items():
-        rows.extend((kind, severity, value) for severity, value in zip(found.severities, row, strict=True))
-    if "clean" not in done:
-        rows.append(("clean", 0, found.clean))
-        some = slice(200 if args.quick else 1000)
-        flipped = noise_robustness(model, tests[some], labels[some], batch_size=1000, seed=seed)
-        rows.append(("median eps", 0, flipped.median))
-    return rows
 
 
 def save_pictures(path: Path, learned: dict[str, NoiseGenerator], tests: torch.Tensor, size: float) -> None:
@@ -370,13 +405,23 @@ def save_pictures(path: Path, learned: dict[str, NoiseGenerator], tests: torch.T
 # --- results, tables and figures --------------------------------------------------------------------------------------
 
 
-def add(path: Path, data: str, method: str, seed: int, rows: list[tuple[str, float, float]]) -> None:
+def add(path: Path, data: str, method: str, seed: int, rows: list[Found]) -> None:
+    done = known(path, data, method, seed)
+    rows = [row for row in rows if row[0] not in done]
+    append(path, COLUMNS, [[data, method, seed, what, f"{level:g}", f"{value:.6g}"] for what, level, value in rows])
+
+
+def append(path: Path, columns: list[str], rows: list[list[Any]]) -> None:
     new = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if new:
-            writer.writerow(COLUMNS)
-        writer.writerows([data, method, seed, what, f"{level:g}", f"{value:.6g}"] for what, level, value in rows)
+        csv.writer(file, lineterminator="\n").writerows([columns] * new + rows)
+
+
+def table_rows(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def load(path: Path) -> list[Row]:

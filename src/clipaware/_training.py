@@ -184,7 +184,7 @@ class Run:
             self.finite = self.finite & torch.isfinite(norm)
         if not self.finite:
             raise FloatingPointError(
-                f"the loss is {float(loss):.4g} with a gradient that is not finite, in epoch {len(self.history) + 1}; "
+                f"the loss is {loss.item():.4g} with a gradient that is not finite, in epoch {len(self.history) + 1}; "
                 "no step was taken. Expected a model with finite gradients: is the learning rate too large?"
             )
         for optimizer in steppers:
