@@ -7,7 +7,9 @@ import importlib.util
 import itertools
 import math
 import random
+import subprocess
 import sys
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -33,13 +35,12 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "robust_training.py"
 
 
 def problem(samples=96, side=6, seed=0):
-    """Pictures of stripes, upright or not, which a small network learns in no time."""
+    """A bright bar in the dark, upright or not."""
     g = torch.Generator().manual_seed(seed)
-    y = torch.randint(0, 2, (samples,), generator=g)
-    stripes = (torch.arange(side) % 2).float()
-    upright = stripes.expand(side, side)
-    x = torch.where(y[:, None, None, None] == 0, upright, upright.T) * 0.6 + 0.2
-    return (x + 0.15 * torch.randn(x.shape, generator=g)).clamp(0, 1), y
+    y, place = (torch.randint(0, n, (samples,), generator=g) for n in (2, side))
+    upright = torch.nn.functional.one_hot(place, side).float()[:, None, :].expand(samples, side, side)
+    x = torch.where(y[:, None, None] == 0, upright, upright.transpose(1, 2))[:, None] * 0.6
+    return (x + 0.05 * torch.randn(x.shape, generator=g)).clamp(0, 1), y
 
 
 def network(side=6, seed=0, dropout=False):
@@ -59,7 +60,8 @@ def loader(samples=96, batch=24, **options):
 def trained():
     """A network that knows clean pictures."""
     model = network()
-    train_robust(model, loader(), None, method="clean", epochs=8, seed=0)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    train_robust(model, loader(480, 48), None, method="clean", epochs=8, optimizer=optimizer, seed=0)
     return model
 
 
@@ -254,39 +256,39 @@ def test_a_step_is_never_nan():
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
+def accuracy(model, generator, eps):
+    x, y = problem(500, seed=5)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        return float((model.eval()(generator.perturb(x, eps)).argmax(1) == y).double().mean())
+
+
 @pytest.mark.parametrize("kernel_size", [1, 3])
 def test_learned_noise_is_worse_than_gaussian(trained, kernel_size):
-    x, y = problem(200, seed=5)
-    before = copy_of(trained)
-    generator = NoiseGenerator(1, kernel_size)
-    done = train_noise(generator, trained, loader(), 2.5, epochs=30, lr=1e-2, seed=0)
+    before, generator = copy_of(trained), NoiseGenerator(1, kernel_size)
+    done = train_noise(generator, trained, loader(480, 48), 1.2, epochs=15, lr=1e-2, seed=0)
     losses = [row["loss"] for row in done.history]
-    assert losses[-1] > 1.3 * losses[0]
+    assert losses[-1] > 2 * losses[0]
     assert done.generators == [generator]
+    assert done.eps == 1.2
     assert_same_weights(trained, before)  # the model stays as it is
-    wrong = []
-    with torch.no_grad():
-        for noise in (NoiseGenerator(1), generator):
-            wrong.append((trained.eval()(noise.perturb(x, 2.5)).argmax(1) != y).double().mean())
-    assert wrong[1] > wrong[0] + 0.05
+    assert accuracy(trained, generator, 1.2) < accuracy(trained, NoiseGenerator(1), 1.2) - 0.1
 
 
 def test_robust_training_helps(trained):
-    x, y = problem(200, seed=5)
     model = copy_of(trained)
-    done = train_robust(model, loader(), 2.5, epochs=6, warmup=5, noise_lr=1e-2, seed=0)
+    done = train_robust(model, loader(480, 48), 1.2, epochs=6, warmup=10, noise_lr=1e-2, seed=0)
     assert [row["epoch"] for row in done.history] == [1, 2, 3, 4, 5, 6]
     assert done.history[-1]["loss"] < done.history[0]["loss"]
-    assert done.history[-1]["clean_accuracy"] > 0.95
+    assert done.history[-1]["clean_accuracy"] > 0.98
     assert len(done.generators) == 6
-    assert done.eps == 2.5
-    accuracies = []
-    for one in (trained.eval(), model.eval()):
+    assert done.eps == 1.2
+    under_learned = []
+    for one in (trained, model):
         generator = NoiseGenerator(1)
-        train_noise(generator, one, loader(), 2.5, epochs=10, lr=1e-2, seed=1)
-        with torch.no_grad():
-            accuracies.append((one(generator.perturb(x, 2.5)).argmax(1) == y).double().mean())
-    assert accuracies[1] > accuracies[0] + 0.05
+        train_noise(generator, one, loader(480, 48), 1.2, epochs=10, lr=1e-2, seed=1)
+        under_learned.append(accuracy(one, generator, 1.2))
+    assert under_learned[1] > under_learned[0] + 0.1
 
 
 @pytest.mark.parametrize("samples", [100, 24, 10, 7, 3, 1])
@@ -369,7 +371,7 @@ def test_eps_adapts(trained):
     assert 1 - done.history[-1]["noisy_accuracy"] == pytest.approx(0.3, abs=0.06)
     assert done.eps == done.history[-1]["eps"]
     sizes = [row["eps"] for row in done.history]
-    assert len(set(sizes)) == 4
+    assert max(sizes) > 1.02 * min(sizes)
 
 
 def test_an_adaptive_eps_begins_where_it_is_to_be(trained):
@@ -657,8 +659,10 @@ def test_progress(trained, capsys):
 @pytest.fixture
 def plain_kernels():
     """oneDNN's half precision fails in virtual machines whose processor has AMX and whose host does not allow it."""
-    with torch.backends.mkldnn.flags(enabled=False):
-        yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what its flags are to be called
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
 
 
 @pytest.mark.usefixtures("plain_kernels")
@@ -685,6 +689,7 @@ def test_mixed_precision_delivers_eps():
     np.testing.assert_allclose(norm64(v.flatten(1), x.flatten(1)), 1.5, rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # PyTorch's own
 def test_compiled_model(trained, tmp_path):
     torch._dynamo.reset()
     plain, other = copy_of(trained), copy_of(trained)
@@ -805,8 +810,9 @@ def test_few_batches_are_looked_at():
 
 def test_eps_out_of_reach_of_a_few_is_fine():
     x, y = problem(48)
-    x[:10] = 0
-    train_robust(network(), [(x, y)], 4.3, epochs=1, warmup=0, seed=0)
+    x = x.round()
+    x[:10] = 0.5  # where no noise has more than 3
+    train_robust(network(), [(x, y)], 3.5, epochs=1, warmup=0, seed=0)
 
 
 def test_the_model_is_left_in_its_mode(trained):
@@ -1059,7 +1065,7 @@ def test_example(example, monkeypatch, tmp_path, capsys):
 
 def test_example_goes_on_where_it_was(example, monkeypatch, tmp_path, capsys):
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
-    judged, calls = example.judged, []
+    judged, calls = example.Study.judged, []
 
     def interrupted(*arguments):
         calls.append(1)
@@ -1069,7 +1075,7 @@ def test_example_goes_on_where_it_was(example, monkeypatch, tmp_path, capsys):
 
     methods = ["--methods", "clean", "ANT 3x3", "--seeds", "1"]
     with monkeypatch.context() as patch:
-        patch.setattr(example, "judged", interrupted)
+        patch.setattr(example.Study, "judged", interrupted)
         assert run(example, patch, tmp_path, *QUICK, *methods) == 130
     assert "the same command goes on" in capsys.readouterr().err
     half = (tmp_path / "results.csv").read_text()
@@ -1085,13 +1091,22 @@ def test_example_tunes_where_it_does_not_test(example, monkeypatch, tmp_path, ca
     assert run(example, monkeypatch, tmp_path, *QUICK, "--tune", "--methods", "Gaussian", "--seeds", "1") == 0
     rows = example.table_rows(tmp_path / "tuning.csv")
     assert [row["setting"] for row in rows] == ['{"sigma": 0.1}', '{"sigma": [0.2, 0.3]}']
-    best = max(rows, key=lambda row: float(row["value"]))
-    args = mock.Mock(out=tmp_path)
-    assert example.chosen(args)["Gaussian"]["sigma"] in (0.1, [0.2, 0.3])
-    assert str(example.chosen(args)["Gaussian"]["sigma"]) in best["setting"]
+    best = max(rows, key=lambda row: float(row["noise"]))
+    assert str(example.chosen(mock.Mock(out=tmp_path))["Gaussian"]["sigma"]) in best["setting"]
     x, _, held, _, tests, _ = example.pictures(mock.Mock(data="digits", samples=None, tests=None, device="cpu"))[1]
     assert len(x) + len(held) + len(tests) == 1797
     assert not {tuple(a.flatten().tolist()) for a in held} & {tuple(a.flatten().tolist()) for a in tests}
+
+
+def test_example_side_by_side(example, monkeypatch, tmp_path, capsys):
+    """Several at once come to the same results."""
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    options = [*QUICK, "--methods", "clean", "ANT 1x1", "--seeds", "1"]
+    assert run(example, monkeypatch, tmp_path / "one", *options) == 0
+    command = [sys.executable, str(EXAMPLE), "--out", str(tmp_path / "two"), *options, "--jobs", "2"]
+    subprocess.run(command, check=True, capture_output=True)
+    one, two = (sorted((tmp_path / name / "results.csv").read_text().splitlines()) for name in ("one", "two"))
+    assert one == two
 
 
 def test_standard_errors(example):
