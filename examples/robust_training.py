@@ -462,35 +462,45 @@ def stated(values: Any, scale: float = 100, digits: int = 2) -> str:
 
 
 def tables(rows: list[Row]) -> str:
-    """What came out, in Markdown: the methods, what they differ by, and learned noise against Gaussian noise."""
+    """What came out, in Markdown."""
     methods = [method for method in METHODS if any(row["method"] == method for row in rows)]
-    columns: dict[str, tuple[str, ...]] = {
+    summary: dict[str, tuple[str, ...]] = {
         "clean": ("clean",),
         "mean of noise": FIXED,
-        "with learned": (*FIXED, "learned"),
-        **{kind: (kind,) for kind in (*FIXED, "learned", *OTHERS)},
+        "and with learned": (*FIXED, "learned"),
+        "mean of others": OTHERS,
     }
-    lines = [f"| trained with | {' | '.join(columns)} | median eps |", "|---" * (len(columns) + 2) + "|"]
+    lines = [f"| trained with | {' | '.join(summary)} | median eps |", "|---" * (len(summary) + 2) + "|"]
     for method in methods:
-        cells = [stated(by_seed(rows, method, kinds)) for kinds in columns.values()]
+        cells = [stated(by_seed(rows, method, kinds)) for kinds in summary.values()]
         lines.append(f"| {method} | {' | '.join(cells)} | {stated(by_seed(rows, method, ('median eps',)), 1)} |")
-    lines += ["", *differences(rows, methods), ""]
-    sizes = sorted({row["level"] for row in rows if row["what"] == "error, Gaussian"})
+    lines += ["", *differences(rows, methods), "", *by_kind(rows, methods), "", *errors_by_size(rows)]
+    return "\n".join(lines) + "\n"
+
+
+def by_kind(rows: list[Row], methods: list[str]) -> list[str]:
+    """Every corruption by itself."""
+    kinds = (*FIXED, "learned", *OTHERS)
+    lines = [f"| trained with | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
+    for method in methods:
+        lines.append(f"| {method} | {' | '.join(stated(by_seed(rows, method, (kind,)), 100, 1) for kind in kinds)} |")
+    return lines
+
+
+def errors_by_size(rows: list[Row]) -> list[str]:
+    """Learned noise against Gaussian noise of the same norm, on the clean classifiers."""
     kinds = ("Gaussian", "learned 1x1", "learned 3x3")
-    lines += [
-        f"| eps | {' | '.join(kinds)} | learned 1x1 less Gaussian | learned 3x3 less Gaussian |",
-        "|---" * 6 + "|",
-    ]
-    for eps in sizes:
+    lines = [f"| eps | {' | '.join(kinds)} | 1x1 less Gaussian | 3x3 less Gaussian |", "|---" * 6 + "|"]
+    for eps in sorted({row["level"] for row in rows if row["what"] == "error, Gaussian"}):
         errors = [by_seed(rows, "clean, before", (f"error, {kind}",), eps) for kind in kinds]
         cells = [stated(values) for values in (*errors, errors[1] - errors[0], errors[2] - errors[0])]
         lines.append(f"| {eps:g} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def differences(rows: list[Row], methods: list[str]) -> list[str]:
     """Between methods, seed by seed: of ANT and the best Gaussian, and of that and clean."""
-    lines = ["| difference, in points | mean of noise | with learned | clean |", "|---|---|---|---|"]
+    lines = ["| difference, in points | mean of noise | and with learned | clean |", "|---|---|---|---|"]
     gaussians = [method for method in methods if method.startswith("Gaussian")]
     if not gaussians or "clean" not in methods:
         return lines[:0]

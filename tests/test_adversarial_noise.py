@@ -265,13 +265,14 @@ def accuracy(model, generator, eps):
 
 @pytest.mark.parametrize("kernel_size", [1, 3])
 def test_learned_noise_is_worse_than_gaussian(trained, kernel_size):
-    before, generator = copy_of(trained), NoiseGenerator(1, kernel_size)
-    done = train_noise(generator, trained, loader(480, 48), 1.2, epochs=15, lr=1e-2, seed=0)
+    model, generator = copy_of(trained), NoiseGenerator(1, kernel_size)
+    done = train_noise(generator, model, loader(480, 48), 1.2, epochs=15, lr=1e-2, seed=0)
     losses = [row["loss"] for row in done.history]
     assert losses[-1] > 2 * losses[0]
     assert done.generators == [generator]
     assert done.eps == 1.2
-    assert_same_weights(trained, before)  # the model stays as it is
+    assert_same_weights(trained, model)  # the model stays as it is
+    assert all(parameter.grad is None for parameter in model.parameters())
     assert accuracy(trained, generator, 1.2) < accuracy(trained, NoiseGenerator(1), 1.2) - 0.1
 
 
@@ -440,6 +441,20 @@ def test_signals_and_volumes():
         np.testing.assert_allclose(norm64(v.flatten(1), x.flatten(1)), 1, rtol=1e-6)
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Samples without a number."""
+
+    def __iter__(self):
+        return zip(*problem(48), strict=True)
+
+
+def test_loader_without_a_length(capsys):
+    pytest.importorskip("tqdm", reason="tqdm is not installed")
+    batches = torch.utils.data.DataLoader(Stream(), batch_size=16)
+    done = train_robust(network(), batches, 1.0, epochs=2, warmup=4, seed=0, progress=True)
+    assert len(done.history) == 2
+
+
 # --- seeds, checkpoints and metrics -----------------------------------------------------------------------------------
 
 
@@ -476,6 +491,20 @@ def test_seeds_reproduce():
     train_robust(model, loader(), 1.0, epochs=1, warmup=0, seed=0)
     assert torch.equal(torch.get_rng_state(), state)
     assert (np.random.get_state()[1] == numbers).all()
+
+
+def test_every_epoch_has_random_numbers_of_its_own():
+    run = _training.Run(network(), loader(), 2, (0, 1), None, 7, False)
+
+    def drawn(epoch):
+        run.reseed(epoch)
+        return torch.rand(1).item(), np.random.rand(), random.random(), tuple(next(iter(run.loader))[1].tolist())
+
+    with run.random_state():
+        first, second, third, again = (drawn(epoch) for epoch in (1, 2, 3, 1))
+    assert first == again
+    for several in zip(first, second, third, strict=True):
+        assert len(set(several)) == 3
 
 
 @pytest.mark.parametrize("kernel_size", [1, 3])
@@ -561,6 +590,8 @@ def test_resume_says_what_does_not_fit(tmp_path, trained):
         robust(tmp_path, 2, resume=True, kernel_size=3)
     with pytest.raises(ValueError, match="expected"):
         train_robust(network(dropout=True), loader(), "adaptive", warmup=3, folder=tmp_path, resume=True, seed=3)
+    with pytest.raises(ValueError, match="seed is 4, expected 3, as in"):
+        robust(tmp_path, 2, resume=True, seed=4)
     with pytest.raises(ValueError, match="resume is True and folder is None"):
         robust(None, 1, resume=True)
     robust(tmp_path / "new", 1, resume=True)  # with nothing there it begins
@@ -1107,6 +1138,31 @@ def test_example_side_by_side(example, monkeypatch, tmp_path, capsys):
     subprocess.run(command, check=True, capture_output=True)
     one, two = (sorted((tmp_path / name / "results.csv").read_text().splitlines()) for name in ("one", "two"))
     assert one == two
+
+
+def test_tables_are_as_in_the_csv(example):
+    rows = example.load(EXAMPLE.parent / "results" / "robust_training.csv")
+    page = (EXAMPLE.parent.parent / "docs" / "adversarial_noise.md").read_text()
+    for table in example.tables(rows).strip().split("\n\n"):
+        assert table in page
+    # What the page says of them.
+    best = {}
+    for row in example.table_rows(EXAMPLE.parent / "results" / "robust_tuning.csv"):
+        best.setdefault(row["method"], []).append((float(row["noise"]), row["setting"]))
+    assert max(best["Gaussian"])[1] == '{"sigma": 0.35}'
+    assert max(best["ANT 1x1"])[1] == max(best["ANT 3x3"])[1] == '{"eps": 0.25, "noise_lr": 0.0003}'
+    by_method = {method: example.by_seed(rows, method, example.FIXED) for method in example.METHODS}
+    gained = by_method["ANT 3x3"] - by_method["Gaussian"]
+    assert len(gained) == 5
+    assert gained.mean() > gained.std(ddof=1) / 5**0.5
+    for kernel in (1, 3):
+        for eps in (4, 6, 8):
+            learned, gaussian = (
+                example.by_seed(rows, "clean, before", (f"error, {kind}",), eps)
+                for kind in (f"learned {kernel}x{kernel}", "Gaussian")
+            )
+            more = learned - gaussian
+            assert more.mean() > more.std(ddof=1) / 5**0.5
 
 
 def test_standard_errors(example):

@@ -9,7 +9,7 @@ import numbers
 import os
 import random
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from clipaware import _check
-from clipaware._api import perturb, reach
+from clipaware._api import reach
 from clipaware.noise import sample
 
 CHECKPOINT, METRICS = "checkpoint.pt", "metrics.csv"
@@ -44,7 +44,7 @@ class Run:
         self.device = torch.device("cpu") if first is None else first.device
         lower, upper = _check.bounds_pair(bounds)
         self.bounds = on_device(lower, self.device), on_device(upper, self.device)
-        self.seed = int.from_bytes(os.urandom(6), "little") if seed is None else int(seed)
+        self.asked, self.seed = seed, int.from_bytes(os.urandom(6), "little") if seed is None else int(seed)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=amp is torch.float16)
         self.history: list[dict[str, float]] = []
         self.settings: dict[str, Any] = {}
@@ -152,15 +152,22 @@ class Run:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
+    def autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, self.amp, enabled=self.amp is not None)
+
     def scores(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(self.device.type, self.amp, enabled=self.amp is not None):
+        with self.autocast():
             return self.model(x).float()  # type: ignore[no-any-return]
+
+    def perturbed(self, generator: Any, x: torch.Tensor, eps: Any) -> torch.Tensor:
+        """x with noise of exactly eps, of which the noise may be in half precision."""
+        with self.autocast():
+            noisy: torch.Tensor = generator.perturb(x, eps, self.bounds, p=self.p)
+        return noisy
 
     def noise_step(self, generator: torch.nn.Module, optimizer: Any, x: Any, y: Any, eps: Any) -> None:
         """A step of the generator alone."""
-        with torch.autocast(self.device.type, self.amp, enabled=self.amp is not None):
-            delta = generator(x)
-        scores = self.scores(perturb(x, delta, eps, p=self.p, bounds=self.bounds))
+        scores = self.scores(self.perturbed(generator, x, eps))
         loss = cross_entropy(scores, y)
         self.step(loss, optimizer, inputs=list(generator.parameters()))
         self.count(loss, scores, y, 0)
@@ -171,18 +178,17 @@ class Run:
         for optimizer in steppers:
             optimizer.zero_grad(set_to_none=True)
         self.scaler.scale(loss).backward(inputs=inputs)  # type: ignore[no-untyped-call]
-        self.finite = torch.isfinite(loss.detach())
         if self.scaler.is_enabled():
             for optimizer in steppers:
                 self.scaler.step(optimizer)  # which skips what is not finite, and makes the scale smaller
             self.scaler.update()
             return
+        finite = torch.isfinite(loss.detach())
         for optimizer in steppers:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            # With no limit but the norm that it returns.
-            norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf)
-            self.finite = self.finite & torch.isfinite(norm)
-        if not self.finite:
+            # For the norm that it returns: nothing is above the limit.
+            finite = finite & torch.isfinite(torch.nn.utils.clip_grad_norm_(parameters, math.inf))
+        if not finite:
             raise FloatingPointError(
                 f"the loss is {loss.item():.4g} with a gradient that is not finite, in epoch {len(self.history) + 1}; "
                 "no step was taken. Expected a model with finite gradients: is the learning rate too large?"
@@ -221,8 +227,10 @@ class Run:
             from tqdm import tqdm
         except ImportError as error:
             raise ImportError("a progress bar needs tqdm: pip install 'clipaware[training]'") from error
-        total = number or (len(self.loader) if hasattr(self.loader, "__len__") else None)
-        return tqdm(total=total, desc=what, unit=" batches", disable=None)  # type: ignore[no-any-return]
+        if number is None:
+            with suppress(TypeError):  # of a loader that does not know
+                number = len(self.loader)
+        return tqdm(total=number, desc=what, unit=" batches", disable=None)  # type: ignore[no-any-return]
 
     def show(self, bar: Any) -> None:
         bar.update(1)
@@ -245,9 +253,12 @@ class Run:
         if not resume or not path.exists():
             return
         saved = torch.load(path, map_location=self.device, weights_only=True)
-        for name, value in self.settings.items():
-            if saved["settings"].get(name) != value:
-                raise ValueError(f"{name} is {value!r}, expected {saved['settings'].get(name)!r}, as in {path}")
+        settings, then = dict(self.settings), {"seed": saved["seed"], **saved["settings"]}
+        if self.asked is not None:
+            settings["seed"] = self.seed
+        for name, value in settings.items():
+            if then.get(name) != value:
+                raise ValueError(f"{name} is {value!r}, expected {then.get(name)!r}, as in {path}")
         if set(saved["kept"]) != set(self.kept):
             raise ValueError(f"{path} has {sorted(saved['kept'])}, expected {sorted(self.kept)}: no other scheduler")
         for name, owner in self.kept.items():

@@ -98,7 +98,7 @@ class NoiseGenerator(torch.nn.Module):
     def forward(self, x: torch.Tensor, *, generator: torch.Generator | None = None) -> torch.Tensor:
         """Noise in the shape and dtype of x, and of no particular size; `generator` is what z is drawn from."""
         if x.ndim != self.dims + 2 or x.shape[1] != self.channels:
-            rest = ", ".join(("length", "height, width", "depth, height, width")[self.dims - 1 :][:1])
+            rest = ("length", "height, width", "depth, height, width")[self.dims - 1]
             raise ValueError(f"x has shape {tuple(x.shape)}, expected (samples, {self.channels}, {rest})")
         margin, weight = self.kernel_size // 2, next(self.parameters())
         shape = (*x.shape[:2], *(n + 2 * margin for n in x.shape[2:]))
@@ -442,16 +442,15 @@ class _Noise:
         # Which samples stay clean is not to depend on whether the loader shuffles.
         order = torch.randperm(len(x), device=x.device)
         x, y, parts = x[order], y[order], _parts(len(x))
-        run = self.run
         clean, rest = x[: parts[0]], x[parts[0] :]
         if self.current is None:
             return torch.cat([clean, self.plain(rest)]), y, parts[0]
-        pieces = [clean, self.current.perturb(rest[: parts[1]], self.eps, run.bounds, p=run.p)]
+        pieces = [clean, self.run.perturbed(self.current, rest[: parts[1]], self.eps)]
         known = self.earlier or [self.current]
         which = torch.randperm(len(known))[: len(parts) - 2].tolist()
         with torch.set_grad_enabled(not self.earlier):
             for number, part in enumerate(torch.split(rest[parts[1] :], parts[2:])):
-                pieces.append(known[which[number % len(which)]].perturb(part, self.eps, run.bounds, p=run.p))
+                pieces.append(self.run.perturbed(known[which[number % len(which)]], part, self.eps))
         return torch.cat(pieces), y, parts[0]
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
