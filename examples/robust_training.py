@@ -99,13 +99,14 @@ def main() -> int:
     )
     parser.add_argument("--epochs", type=int, metavar="N", help="of the clean classifier (10, --quick 5)")
     parser.add_argument("--further", type=int, metavar="N", help="and of each method (10, --quick 3)")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="classifiers at once (%(default)s)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="classifiers at once (1, --quick 2)")
     parser.add_argument("--noise-steps", type=int, metavar="N", help="of noise to test with (500, --quick 100)")
     parser.add_argument("--batch", type=int, metavar="N", help="pictures in a batch (250, of digits 32)")
     parser.add_argument("--out", type=Path, default=Path("robust-training"), metavar="DIR", help="(%(default)s)")
     parser.add_argument("--figures-only", action="store_true", help="tables and figures of what is there already")
     parser.add_argument("--progress", action="store_true", help="show progress bars")
     args = parser.parse_args()
+    args.jobs = args.jobs or (2 if args.quick else 1)
     args.out.mkdir(parents=True, exist_ok=True)
     if not args.figures_only:
         try:

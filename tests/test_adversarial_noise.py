@@ -1062,7 +1062,7 @@ def example(monkeypatch):
 
 
 def run(example, monkeypatch, folder, *arguments):
-    monkeypatch.setattr(sys, "argv", ["robust_training.py", "--out", str(folder), *arguments])
+    monkeypatch.setattr(sys, "argv", ["robust_training.py", "--out", str(folder), "--jobs", "1", *arguments])
     return example.main()
 
 

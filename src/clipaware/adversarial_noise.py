@@ -45,6 +45,7 @@ CORRUPTIONS = (*NOISES, "learned", *OTHERS)
 CONVOLUTIONS = {1: torch.nn.Conv1d, 2: torch.nn.Conv2d, 3: torch.nn.Conv3d}
 SHARES = (0.5, 0.3, 0.1, 0.1)  # of a batch: clean, of this epoch's generator, and of two earlier ones
 GAIN = 0.2  # by which the logarithm of an adaptive eps follows the error
+STEP = 128  # samples in a step of the noise to evaluate with, at most
 SMALLEST, LARGEST = 1e-3, 0.9  # that it becomes, of what noise can reach
 
 
@@ -657,6 +658,8 @@ def _worst(run: Run, steps: int) -> NoiseGenerator:
     eps = float((corrupt(x, "gaussian", 3, bounds=run.bounds) - x).flatten(1).double().norm(dim=1).mean())
     with run.bar("learned noise", steps) as bar:
         for here, labels in run.batches(steps):
-            run.noise_step(generator, optimizer, here, labels, eps)
+            # The model may be asked about more at once than a step needs.
+            some = torch.randperm(len(here), device=here.device)[:STEP]
+            run.noise_step(generator, optimizer, here[some], labels[some], eps)
             run.show(bar)
     return generator
