@@ -793,7 +793,7 @@ def small_cnn() -> Any:
 
 
 def training_step(device: str, model: Any, shape: tuple[int, ...], eps: float, quick: bool) -> Iterator[Row]:
-    """A step of train_robust with replay, and all that it rescales, forward and where there is a gradient backward."""
+    """A step of train_robust with replay, and the rescaling of the noisy half of the batch, forward and backward."""
     import torch
 
     from clipaware import adversarial_noise as an
@@ -803,17 +803,11 @@ def training_step(device: str, model: Any, shape: tuple[int, ...], eps: float, q
     model, x = model.to(device).train(), torch.rand(shape, device=device)
     y = torch.randint(10, shape[:1], device=device)
     rows, n = shape[0], math.prod(shape[1:])
-    sizes = an._parts(rows)[1:]
-    delta = torch.randn(shape, device=device)
-    g = torch.randn((sizes[0], *shape[1:]), device=device)
-    noisy = (torch.split(a[-sum(sizes) :], sizes) for a in (x, delta))
-    parts = list(zip(*noisy, strict=True))
-    leaf = parts[0][1].clone().requires_grad_()
+    noisy = x[an._parts(rows)[0] :]
+    delta, g = torch.randn_like(noisy).requires_grad_(), torch.randn_like(noisy)
 
     def rescaling() -> None:
-        torch.autograd.grad(ca.perturb(parts[0][0], leaf, eps), leaf, g)
-        for here, noise in parts[1:]:
-            ca.perturb(here, noise, eps)
+        torch.autograd.grad(ca.perturb(noisy, delta, eps), delta, g)
         if device == "cuda":
             torch.cuda.synchronize()
 

@@ -97,8 +97,8 @@ def main() -> int:
         action="store_true",
         help="first choose sizes of noise, on pictures held back from training",
     )
-    parser.add_argument("--epochs", type=int, metavar="N", help="of the clean classifier (10, --quick 5)")
-    parser.add_argument("--further", type=int, metavar="N", help="and of each method (10, --quick 3)")
+    parser.add_argument("--epochs", type=int, metavar="N", help="of the clean classifier (10, --quick 8)")
+    parser.add_argument("--further", type=int, metavar="N", help="and of each method (10, --quick 8)")
     parser.add_argument("--jobs", type=int, metavar="N", help="classifiers at once (1, --quick 2)")
     parser.add_argument("--noise-steps", type=int, metavar="N", help="of noise to test with (500, --quick 100)")
     parser.add_argument("--batch", type=int, metavar="N", help="pictures in a batch (250, of digits 32)")
@@ -207,7 +207,8 @@ class Study:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.name, (x, y, self.held, self.held_labels, self.tests, self.labels) = pictures(args)
-        self.epochs, self.further = args.epochs or (5 if args.quick else 10), args.further or (3 if args.quick else 10)
+        usual = 8 if args.quick else 10
+        self.epochs, self.further = args.epochs or usual, args.further or usual
         self.loader = Batches(x, y, args.batch or (32 if self.name == "digits" else 250))
         self.size = noise_size(x)
 

@@ -301,25 +301,29 @@ def test_parts_of_a_batch(samples):
 
 def test_replay(trained):
     """Half of a batch is clean, 30% is of the newest generator and 10% each of two earlier ones, all of size eps."""
-    calls = []
-    perturbed = NoiseGenerator.perturb
+    calls, sizes = [], []
+    forward, perturb = NoiseGenerator.forward, adversarial_noise.perturb
 
-    def watched(self, x, *arguments, **options):
-        v = perturbed(self, x, *arguments, **options)
-        calls.append((self, len(x), x.detach(), v.detach()))
+    def drawn(self, x):
+        calls.append((self, len(x)))
+        return forward(self, x)
+
+    def scaled(x, delta, *arguments, **options):
+        v = perturb(x, delta, *arguments, **options)
+        sizes.extend(norm64(v.detach().flatten(1), x.flatten(1)))
         return v
 
-    with mock.patch.object(NoiseGenerator, "perturb", watched):
+    with mock.patch.object(NoiseGenerator, "forward", drawn), mock.patch.object(adversarial_noise, "perturb", scaled):
         done = train_robust(copy_of(trained), loader(100, 100), 1.5, epochs=4, warmup=0, seed=0)
     by_epoch = [calls[start : start + 3] for start in range(0, 12, 3)]
-    assert [[count for _, count, _, _ in epoch] for epoch in by_epoch] == [[30, 10, 10]] * 4
+    assert [[count for _, count in epoch] for epoch in by_epoch] == [[30, 10, 10]] * 4
     for number, epoch in enumerate(by_epoch):
-        current, *earlier = [generator for generator, _, _, _ in epoch]
+        current, *earlier = [generator for generator, _ in epoch]
         assert current is done.generators[number]
         assert all(generator in done.generators[: max(number, 1)] for generator in earlier)
-    assert len({id(generator) for generator, _, _, _ in by_epoch[3][1:]}) == 2
-    for _, _, x, v in calls:
-        np.testing.assert_allclose(norm64(v.flatten(1), x.flatten(1)), 1.5, rtol=1e-6)
+    assert len({id(generator) for generator, _ in by_epoch[3][1:]}) == 2
+    assert len(sizes) == 4 * 50
+    np.testing.assert_allclose(sizes, 1.5, rtol=1e-6)
     assert len(set(map(id, done.generators))) == 4
 
 

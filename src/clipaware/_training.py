@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from clipaware import _check
-from clipaware._api import reach
+from clipaware._api import perturb, reach
 from clipaware.noise import sample
 
 CHECKPOINT, METRICS = "checkpoint.pt", "metrics.csv"
@@ -159,15 +159,14 @@ class Run:
         with self.autocast():
             return self.model(x).float()  # type: ignore[no-any-return]
 
-    def perturbed(self, generator: Any, x: torch.Tensor, eps: Any) -> torch.Tensor:
-        """x with noise of exactly eps, of which the noise may be in half precision."""
+    def noise(self, generator: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """What a generator makes for x, before it has its size."""
         with self.autocast():
-            noisy: torch.Tensor = generator.perturb(x, eps, self.bounds, p=self.p)
-        return noisy
+            return generator(x)  # type: ignore[no-any-return]
 
     def noise_step(self, generator: torch.nn.Module, optimizer: Any, x: Any, y: Any, eps: Any) -> None:
         """A step of the generator alone."""
-        scores = self.scores(self.perturbed(generator, x, eps))
+        scores = self.scores(perturb(x, self.noise(generator, x), eps, p=self.p, bounds=self.bounds))
         loss = cross_entropy(scores, y)
         self.step(loss, optimizer, inputs=list(generator.parameters()))
         self.count(loss, scores, y, 0)
