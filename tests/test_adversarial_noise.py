@@ -432,6 +432,16 @@ def test_baselines_have_their_noise(trained):
     np.testing.assert_allclose(norm64(exact.flatten(1), x.flatten(1)), 1.5, rtol=1e-6)
 
 
+def test_float64():
+    """The loss, too, has the precision of the model."""
+    x, y = problem(48)
+    model = network().double()
+    run = _training.Run(model, [(x.double(), y)], 2, (0, 1), None, 0, False)
+    assert run.scores(x.double()).dtype == torch.float64
+    done = train_robust(model, [(x.double(), y)] * 4, 1.0, epochs=2, warmup=2, seed=0)
+    assert done.history[1]["loss"] < done.history[0]["loss"]
+
+
 def test_signals_and_volumes():
     """The same training for audio and for volumes, with bounds of their own."""
     for dims, shape in ((1, (24, 2, 30)), (3, (24, 1, 4, 4, 4))):
@@ -737,6 +747,29 @@ def test_compiled_model(trained, tmp_path):
     # Its checkpoint is the same as without.
     one, two = (torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in ("one", "two"))
     assert list(one["kept"]["model"]) == list(two["kept"]["model"])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("amp", [None, torch.bfloat16, torch.float16])
+def test_cuda(trained, tmp_path, amp):
+    """On a GPU the same, up to what its kernels do in another order; bounds and data come from the CPU."""
+    lower, upper = torch.zeros(1, 1, 1), torch.ones(1, 1, 1)
+    model = copy_of(trained).cuda()
+    options = {"bounds": (lower, upper), "warmup": 5, "noise_lr": 1e-2, "seed": 0, "amp": amp, "folder": tmp_path}
+    train_robust(model, loader(480, 48), "adaptive", epochs=1, tensorboard=False, **options)
+    done = train_robust(model, loader(480, 48), "adaptive", epochs=3, tensorboard=False, resume=True, **options)
+    assert len(done.history) == 3
+    assert done.history[-1]["clean_accuracy"] > 0.95
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    generator = NoiseGenerator(1, 3)
+    train_noise(generator, model, loader(480, 48), 1.2, epochs=10, lr=1e-2, seed=0, amp=amp)
+    x, y = problem(200)
+    v = generator.perturb(x.cuda(), 1.2).detach().cpu()
+    np.testing.assert_allclose(norm64(v.flatten(1), x.flatten(1)), 1.2, rtol=1e-6)
+    found = evaluate_corruptions(model, x, y, steps=20, corruptions=[kind for kind in CORRUPTIONS if kind != "blur"])
+    assert found.clean > 0.95
+    assert found.robustness.median > 0
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -157,7 +157,8 @@ class Run:
 
     def scores(self, x: torch.Tensor) -> torch.Tensor:
         with self.autocast():
-            return self.model(x).float()  # type: ignore[no-any-return]
+            scores: torch.Tensor = self.model(x)
+        return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
     def noise(self, generator: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         """What a generator makes for x, before it has its size."""
@@ -251,8 +252,9 @@ class Run:
         path = self.folder / CHECKPOINT
         if not resume or not path.exists():
             return
-        saved = torch.load(path, map_location=self.device, weights_only=True)
-        settings, then = dict(self.settings), {"seed": saved["seed"], **saved["settings"]}
+        # To the CPU, from where each takes what it has: Adam's counters, for one, stay there.
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        settings, then = {**self.settings, "amp": str(self.amp)}, {"seed": saved["seed"], **saved["settings"]}
         if self.asked is not None:
             settings["seed"] = self.seed
         for name, value in settings.items():
@@ -276,7 +278,7 @@ class Run:
         writer.writeheader()
         writer.writerows(self.history)
         saved = {
-            "settings": self.settings,
+            "settings": {**self.settings, "amp": str(self.amp)},
             "seed": self.seed,
             "history": self.history,
             "scaler": self.scaler.state_dict(),
