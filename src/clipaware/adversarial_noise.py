@@ -252,7 +252,7 @@ def train_robust(
     epochs: int = 10,
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Any = None,
-    noise_lr: float = 1e-3,
+    noise_lr: float = 3e-4,
     warmup: int = 50,
     error: float = 0.3,
     amp: torch.dtype | None = None,
