@@ -861,6 +861,23 @@ def test_bad_models():
         train_robust(torch.nn.Linear(36, 2), [(torch.rand(4, 36), torch.zeros(4).long())], 1.0)
 
 
+def test_an_adaptive_eps_needs_bounds():
+    for bounds in ((None, None), (0, math.inf)):
+        with pytest.raises(ValueError, match="eps is 'adaptive' and noise inside the bounds can have a norm of inf"):
+            train_robust(network(), loader(), "adaptive", bounds=bounds, seed=0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_small_batches(size):
+    """Of which no sample may be left for some of the parts."""
+    x, y = problem(6)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 2))
+    batches = list(zip(x.split(size), y.split(size), strict=True))
+    for kernel_size in (1, 3):
+        done = train_robust(model, batches, 1.0, kernel_size=kernel_size, epochs=3, warmup=2, seed=0)
+        assert all(math.isfinite(row["loss"]) for row in done.history)
+
+
 def test_few_batches_are_looked_at():
     looked = []
 

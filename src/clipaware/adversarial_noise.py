@@ -415,6 +415,11 @@ class _Noise:
             kind = "speckle" if self.method == "speckle" else "gaussian"
             delta, run = sample(kind, x), self.run
             most = float(reach(x, delta, p=run.p, bounds=run.bounds).median())
+            if not 0 < most < math.inf:
+                raise ValueError(
+                    f"eps is 'adaptive' and noise inside the bounds can have a norm of {most:g}, expected finite "
+                    "bounds with room between them"
+                )
             self.span = (SMALLEST * most, LARGEST * most)
             low, high = map(math.log, self.span)
             with torch.no_grad(), mode(run.model, training=False):
