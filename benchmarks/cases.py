@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import subprocess
@@ -716,12 +717,7 @@ def noise_attack_time(quick: bool) -> Iterator[Row]:
     from clipaware.attacks import noise_attack
 
     torch.manual_seed(0)
-    layers = torch.nn
-    model = layers.Sequential(
-        *(layers.Conv2d(1, 32, 3, padding=1), layers.ReLU(), layers.MaxPool2d(2)),
-        *(layers.Conv2d(32, 64, 3, padding=1), layers.ReLU(), layers.MaxPool2d(2)),
-        *(layers.Flatten(), layers.Linear(3136, 128), layers.ReLU(), layers.Linear(128, 10)),
-    ).eval()
+    model = small_cnn().eval()
     x, repeats = torch.rand(1000, 1, 28, 28), 5 if quick else 100
     asked, inside = 0, 0.0
 
@@ -750,6 +746,123 @@ def noise_attack_time(quick: bool) -> Iterator[Row]:
     quantities = {"samples asked about": asked, "share that fell": float(found.success.mean())}
     for quantity, value in quantities.items():
         yield {**where, "variant": "noise_attack", "quantity": quantity, "value": value, "unit": ""}
+
+
+class Residual:
+    """The pieces of a ResNet-18 (He et al. 2015, arXiv 1512.03385), without its weights."""
+
+    @staticmethod
+    def block(before: int, after: int, stride: int) -> Any:
+        import torch
+
+        layers = torch.nn
+
+        class Block(layers.Module):
+            """Two convolutions and a way around them."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.way = layers.Sequential(
+                    *(layers.Conv2d(before, after, 3, stride, 1, bias=False), layers.BatchNorm2d(after), layers.ReLU()),
+                    *(layers.Conv2d(after, after, 3, 1, 1, bias=False), layers.BatchNorm2d(after)),
+                )
+                changed = stride > 1 or before != after
+                self.around = (
+                    layers.Sequential(layers.Conv2d(before, after, 1, stride, bias=False), layers.BatchNorm2d(after))
+                    if changed
+                    else layers.Identity()
+                )
+
+            def forward(self, x: Any) -> Any:
+                return torch.relu(self.way(x) + self.around(x))
+
+        return Block()
+
+    @staticmethod
+    def network() -> Any:
+        import torch
+
+        layers, block = torch.nn, Residual.block
+        widths, blocks = (64, 64, 128, 256, 512), []
+        for before, after in itertools.pairwise(widths):
+            blocks += [block(before, after, 1 if before == after else 2), block(after, after, 1)]
+        return layers.Sequential(
+            *(layers.Conv2d(3, 64, 7, 2, 3, bias=False), layers.BatchNorm2d(64), layers.ReLU()),
+            *(layers.MaxPool2d(3, 2, 1), *blocks, layers.AdaptiveAvgPool2d(1), layers.Flatten()),
+            layers.Linear(512, 1000),
+        )
+
+
+def small_cnn() -> Any:
+    import torch
+
+    layers = torch.nn
+    return layers.Sequential(
+        *(layers.Conv2d(1, 32, 3, padding=1), layers.ReLU(), layers.MaxPool2d(2)),
+        *(layers.Conv2d(32, 64, 3, padding=1), layers.ReLU(), layers.MaxPool2d(2)),
+        *(layers.Flatten(), layers.Linear(3136, 128), layers.ReLU(), layers.Linear(128, 10)),
+    )
+
+
+def training_step(device: str, model: Any, shape: tuple[int, ...], eps: float, quick: bool) -> Iterator[Row]:
+    """A step of train_robust with replay, and the rescaling of the noisy half of the batch, forward and backward."""
+    import torch
+
+    from clipaware import adversarial_noise as an
+    from clipaware._training import Run
+
+    torch.manual_seed(0)
+    model, x = model.to(device).train(), torch.rand(shape, device=device)
+    y = torch.randint(10, shape[:1], device=device)
+    rows, n = shape[0], math.prod(shape[1:])
+    noisy = x[an._parts(rows)[0] :]
+    delta, g = torch.randn_like(noisy).requires_grad_(), torch.randn_like(noisy)
+
+    def rescaling() -> None:
+        torch.autograd.grad(ca.perturb(noisy, delta, eps), delta, g)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    for amp in (None, torch.bfloat16) if device == "cuda" else (None,):
+        run = Run(model, [(x, y)], 2, (0, 1), amp, 0, False)
+        noise = an._Noise(run, "ant", eps, None, 0.3, 1, 1e-3)
+        noise.begin((x, y))
+        for _ in range(3):  # two of which are earlier ones
+            noise.remember()
+            noise.renew()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+
+        def step() -> None:
+            an._robust_step(run, noise, optimizer, x, y)  # noqa: B023
+            if device == "cuda":
+                torch.cuda.synchronize()
+
+        times = timed({"step": step, "rescaling": rescaling}, 3 if quick else 25)
+        where: Row = {"rows": rows, "n": n, "dtype": "float32" if amp is None else "bfloat16 model", "p": 2}
+        yield from time_rows(times, **where)
+        yield ratio(times, "rescaling", "step", **where)
+
+
+@case
+def cpu_training_step(quick: bool) -> Iterator[Row]:
+    """Adversarial noise training of a small CNN on 128 pictures of 28 x 28, one thread: the rescaling's share of it."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several wait for each other on a machine that is busy, for ten times as long
+    try:
+        yield from training_step("cpu", small_cnn(), (128, 1, 28, 28), 6.0, quick)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@case
+def gpu_training_step(quick: bool) -> Iterator[Row]:
+    """The same of a ResNet-18 on 64 pictures of 3 x 224 x 224, on a GPU; nothing without one."""
+    import torch
+
+    if torch.cuda.is_available():
+        yield from training_step("cuda", Residual.network(), (64, 3, 224, 224), 60.0, quick)
 
 
 @case

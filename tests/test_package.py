@@ -41,6 +41,11 @@ def test_noise_and_attacks_load_no_framework():
     assert run(code) == "set()"
 
 
+def test_learned_noise_loads_nothing_but_torch():
+    others = "{'jax', 'tensorflow', 'tensorboard', 'scipy', 'sklearn', 'matplotlib'}"
+    assert run(f"import sys, clipaware.adversarial_noise; print({others} & set(sys.modules))") == "set()"
+
+
 def test_triton_is_never_imported(tmp_path):
     """After TensorFlow that would end the process, here by a Triton that does so whenever it is imported."""
     pytest.importorskip("tensorflow", reason="TensorFlow is not installed")

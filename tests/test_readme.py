@@ -140,6 +140,20 @@ def test_attacks_page(tmp_path, monkeypatch):
     assert abs(names["v"] - names["x"]).max() <= 0.1
 
 
+def test_adversarial_noise_page(tmp_path, monkeypatch):
+    pytest.importorskip("scipy", reason="SciPy is not installed")
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    (block,) = blocks(ROOT / "docs" / "adversarial_noise.md")
+    names: dict = {}
+    exec(block, names)
+    moved = torch.linalg.vector_norm((names["v"] - names["x"]).flatten(1).double(), dim=1)
+    np.testing.assert_allclose(moved.detach(), 4.0, rtol=1e-6)
+    assert (tmp_path / "run" / "checkpoint.pt").exists()
+    assert len(names["done"].history) == 3
+    assert len(names["found"].accuracy) == 10
+
+
 def test_table_is_as_printed():
     for table in ("table.md", "gpu_table.md"):
         assert (ROOT / "benchmarks" / "results" / table).read_text() in README.read_text()
