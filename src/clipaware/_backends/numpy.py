@@ -269,6 +269,11 @@ def as_bound(bound: Any, like: Array) -> Array:
     return np.asarray(bound, like.dtype)
 
 
+def returned(a: Array, like: Array) -> Array:
+    """In that dtype."""
+    return a.astype(like.dtype, copy=False)
+
+
 def sum_axes(a: Array, axes: tuple[int, ...]) -> Array:
     return np.asarray(a.sum(axis=axes)) if axes else a
 

@@ -1046,3 +1046,108 @@ def pull_rows(x, delta, lower, upper, eps, eta, status, g, h, bars, bound_sums, 
             if x_bar.size:
                 x_bar[i] = np.nan
         i += 1
+
+
+# --- on a grid --------------------------------------------------------------------------------------------------------
+
+
+@step
+def _steps(delta, room, unit, eta, p, order):
+    """The sum of (unit*m)^p and of m, the whole steps of each element. Products are not fused with sums here: m is to
+    be the same as NumPy's."""
+    total, count = 0.0, 0.0
+    for i in range(delta.size):
+        m, most = np.floor(eta * np.float64(abs(delta[i])) + 0.5), np.float64(room[i])
+        m = pick(m < most, m, most)
+        total = plus(total, raised(at(unit, i) * m, p, order))
+        count = plus(count, m)
+    return total, count
+
+
+@step
+def _most_steps(delta, room, unit, eta):
+    """The largest unit*m, and the sum of m."""
+    largest, count = 0.0, 0.0
+    for i in range(delta.size):
+        m, most = np.floor(eta * np.float64(abs(delta[i])) + 0.5), np.float64(room[i])
+        m = pick(m < most, m, most)
+        largest = max(largest, at(unit, i) * m)
+        count = plus(count, m)
+    return largest, count
+
+
+@entry
+def count_steps(delta, room, unit, eta, p, order, start, stop):
+    """Of the elements from start to stop, the sum of (unit*m)^p, or the largest if p is infinite, and of m."""
+    total, count = 0.0, 0.0
+    for first in range(start, stop, LANE):
+        last = min(first + LANE, stop)
+        part = delta[first:last], room[first:last], cut(unit, first, last)
+        if p == np.inf:
+            u, w = _most_steps(*part, eta)
+            total = max(total, u)
+        else:
+            u, w = _steps(*part, eta, p, order)
+            total += u
+        count += w
+    return total, count
+
+
+@step
+def _sizes(delta, unit, scale, p, order):
+    """The sum of (unit*scale*|delta|)^p."""
+    total = 0.0
+    for i in range(delta.size):
+        total = plus(total, raised(at(unit, i) * (scale * np.float64(abs(delta[i]))), p, order))
+    return total
+
+
+@entry
+def sum_sizes(delta, unit, scale, p, order, start, stop):
+    total = 0.0
+    for first in range(start, stop, LANE):
+        last = min(first + LANE, stop)
+        total += _sizes(delta[first:last], cut(unit, first, last), scale, p, order)
+    return total
+
+
+@entry
+def sum_by_key(moved, after, unit, p, order, keys, sums):
+    """What the steps still to be made add to the sum of powers, by the key of their element."""
+    for i in range(moved.size):
+        if after[i] > moved[i]:
+            u = at(unit, i)
+            sums[keys[i]] += raised(u * np.float64(after[i]), p, order) - raised(u * np.float64(moved[i]), p, order)
+
+
+@entry
+def make_steps(delta, room, eta, out, start, stop):
+    """m itself."""
+    for i in range(start, stop):
+        out[i] = min(np.floor(eta * np.float64(abs(delta[i])) + 0.5), np.float64(room[i]))
+
+
+@entry
+def find_room(x, delta, lower, step, tolerance, last, room, start, stop):
+    """The steps that each element has ahead, and how many elements are not on the grid, or have no numbers."""
+    bad = 0
+    for i in range(start, stop):
+        exact = (np.float64(x[i]) - at(lower, i)) / at(step, i)
+        place = min(max(np.rint(exact), 0.0), last)
+        towards = np.float64(delta[i])
+        bad += not (abs(exact - place) * at(step, i) <= at(tolerance, i) and abs(towards) < np.inf)
+        room[i] = last - place if towards > 0 else (place if towards < 0 else 0.0)
+    return bad
+
+
+@entry
+def write_steps(x, delta, lower, step, span, last, moved, out, start, stop):
+    """The values on the grid that elements move to; x where they do not."""
+    for i in range(start, stop):
+        if moved[i] == 0:
+            out[i] = x[i]
+        else:
+            place = np.rint((np.float64(x[i]) - at(lower, i)) / at(step, i))
+            place = min(max(place, 0.0), last)
+            m = np.float64(moved[i])
+            out[i] = (place + (m if delta[i] > 0 else -m)) * at(span, i) / last + at(lower, i)
