@@ -80,7 +80,7 @@ def perturb_quantized(
     >>> v = ca.perturb_quantized(x, rng.standard_normal(x.shape), 3.0, axis=None)
     >>> saved = np.rint(v * 255).astype(np.uint8)
     >>> float(np.linalg.norm(saved / 255 - x).round(6))
-    3.000002
+    3.000008
     """
     be = _check.array(x, "x")
     if be.is_traced(x):

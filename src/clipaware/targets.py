@@ -6,6 +6,7 @@ import math
 from typing import Any, TypeVar
 
 from clipaware import _check
+from clipaware._api import _problem
 from clipaware._dispatch import public
 
 Array = Any
@@ -45,10 +46,8 @@ def eps_from_snr(x: ArrayT, snr: float, *, axis: Any = "batch") -> ArrayT:
     >>> float((10 * np.log10(np.sum(x**2) / np.sum((v - x) ** 2))).round(9))
     6.0
     """
-    be, sizes = _laid_out(x, axis)
-    rows = be.result(sizes.rows, x)
-    power = be.result(be.row_dot(rows, rows), x)
-    return be.reshape(be.sqrt(power) * _amplitude(snr, "snr"), sizes.kept)  # type: ignore[no-any-return]
+    be, rows, kept, _ = _sample_sizes(x, axis)
+    return be.reshape(be.result(be.sqrt(be.row_dot(rows, rows)) * _amplitude(snr, "snr"), rows), kept)  # type: ignore[no-any-return]
 
 
 @public
@@ -83,8 +82,7 @@ def eps_from_psnr(x: ArrayT, psnr: float, *, bounds: tuple[float, float] = (0, 1
     low, high = _check.bounds_pair(bounds)
     if not (_check.is_number(low) and _check.is_number(high) and 0 < high - low < math.inf):
         raise ValueError(f"bounds are {bounds}, expected two numbers a finite distance apart, the peak")
-    be, sizes = _laid_out(x, axis)
-    return _constant(be, sizes, (high - low) * _amplitude(psnr, "psnr") * math.sqrt(sizes.n))  # type: ignore[no-any-return]
+    return _same_for_all(x, axis, (high - low) * _amplitude(psnr, "psnr"))  # type: ignore[no-any-return]
 
 
 @public
@@ -111,8 +109,7 @@ def eps_from_rms(x: ArrayT, rms: float, *, axis: Any = "batch") -> ArrayT:
     array([[[[5.5426]]]])
     """
     _not_negative(rms, "rms")
-    be, sizes = _laid_out(x, axis)
-    return _constant(be, sizes, rms * math.sqrt(sizes.n))  # type: ignore[no-any-return]
+    return _same_for_all(x, axis, rms)  # type: ignore[no-any-return]
 
 
 @public
@@ -143,36 +140,24 @@ def eps_from_contrast(x: ArrayT, contrast: float, *, axis: Any = "batch") -> Arr
     10.0
     """
     _not_negative(contrast, "contrast")
-    be, sizes = _laid_out(x, axis)
-    total = be.result(be.row_sum(be.result(sizes.rows, x)), x)
-    scaled = be.where(total > 0, total * (contrast / math.sqrt(sizes.n or 1)), math.nan)
-    return be.reshape(be.result(scaled, x), sizes.kept)  # type: ignore[no-any-return]
+    be, rows, kept, n = _sample_sizes(x, axis)
+    total = be.row_sum(rows)
+    found = be.where(total > 0, total * (contrast / math.sqrt(n or 1)), math.nan)
+    return be.reshape(be.result(found, rows), kept)  # type: ignore[no-any-return]
 
 
-class _Sizes:
-    """x as (rows, n), and the shape in which one number per sample goes back."""
-
-    def __init__(self, be: Any, x: Array, axis: Any) -> None:
-        shape = be.shape(x)
-        sample = _check.sample_axes(axis, len(shape))
-        batch = tuple(i for i in range(len(shape)) if i not in sample)
-        self.n = math.prod([shape[i] for i in sample])
-        self.kept = tuple(1 if i in sample else s for i, s in enumerate(shape))
-        order = batch + sample
-        moved = x if order == tuple(range(len(shape))) else be.permute(x, order)
-        self.rows = be.reshape(moved, (math.prod([shape[i] for i in batch]), self.n))
+def _sample_sizes(x: Array, axis: Any) -> tuple[Any, Array, Any, int]:
+    """The backend, x as (rows, n) and float32 at least, the shape in which one number per sample goes back, and n."""
+    problem = _problem(x, x, 0.0, 2, (None, None), axis)
+    n = problem.be.shape(problem.x)[1]
+    if not isinstance(n, int):
+        raise ValueError(f"x has shape {problem.shape}, expected known lengths of a sample")
+    return problem.be, problem.be.result(problem.x, x), problem.kept, n
 
 
-def _laid_out(x: Array, axis: Any) -> tuple[Any, _Sizes]:
-    be = _check.array(x, "x")
-    _check.floating(be, x, "x")
-    return be, _Sizes(be, x, axis)
-
-
-def _constant(be: Any, sizes: _Sizes, value: float) -> Array:
-    """That number for every sample, whatever is in it."""
-    one = be.result(be.row_sum(be.result(sizes.rows[:, :1], sizes.rows)), sizes.rows)
-    return be.reshape(be.result(be.where(one == one, value, value), sizes.rows), sizes.kept)
+def _same_for_all(x: Array, axis: Any, per_root_n: float) -> Array:
+    be, rows, kept, n = _sample_sizes(x, axis)
+    return be.reshape(be.result(0 * be.row_sum(rows[:, :1]) + per_root_n * math.sqrt(n), rows), kept)
 
 
 def _amplitude(decibels: Any, name: str) -> float:
