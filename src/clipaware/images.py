@@ -231,7 +231,7 @@ class _Header:
     interlaced: bool
 
 
-def _chunks(path: Path, file: BinaryIO) -> Iterator[tuple[bytes, bytes]]:
+def _chunks(path: Path, file: BinaryIO, until: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
     if file.read(8) != SIGNATURE:
         raise FileError(f"{path}: is no PNG file, though its name says so")
     while True:
@@ -239,6 +239,8 @@ def _chunks(path: Path, file: BinaryIO) -> Iterator[tuple[bytes, bytes]]:
         if len(start) < 8:
             raise FileError(f"{path}: is cut off")
         length, name = struct.unpack(">I4s", start)
+        if name == until:
+            return
         data, check = file.read(length), file.read(4)
         if len(data) < length or len(check) < 4:
             raise FileError(f"{path}: is cut off")
@@ -264,13 +266,11 @@ def _start_of_png(path: Path, file: BinaryIO) -> tuple[_Header, tuple[tuple[byte
         return _Header(1, 1, 8, 0, False), ()
     file.seek(0)
     found = []
-    for name, data in _chunks(path, file):
+    for name, data in _chunks(path, file, until=b"IDAT"):
         if name == b"IHDR":
             header = _header(path, data)
         elif name in COLOUR_CHUNKS:
             found.append((name, data))
-        elif name == b"IDAT":
-            break
     return header, tuple(found)
 
 

@@ -184,6 +184,15 @@ def _row(
     return found._replace(reach=found.reach * (float(step[0]) if isinstance(unit, float) else 1.0))
 
 
+def on_levels(
+    place: Array, delta: Array, size: float, ends: tuple[int, int], p: float, seed: Any, out: Array
+) -> Steps:
+    """A sample of whole numbers between two of them, perturbed by a size that counts steps of 1, into `out`."""
+    lower, upper = (np.array([[float(end)]]) for end in ends)
+    grid = _Grid(lower, upper, ends[1] - ends[0] + 1, place.dtype.name)
+    return _row(grid, 0, place, delta, size, p, "equal", seed, 8 * ULP, out)
+
+
 def _one_or_all(*arrays: Array) -> list[Any]:
     """For compiled code: all of them numbers, or one per element each, and nowhere a step of 0."""
     n = max(a.size for a in arrays)

@@ -34,7 +34,7 @@ def _compared(a: Part, b: Part, norms: list[float]) -> Row:
     rms = row["L2"] / math.sqrt(x.size)
     row |= {
         "RMS": rms,
-        "SNR (dB)": _decibels(norm_of(x.ravel(), 2), row["L2"]),
+        "SNR (dB)": _decibels(norm_of(x, 2), row["L2"]),
         "PSNR (dB)": _decibels(a.high - a.low, rms),
         "contrast": rms / x.mean() if x.mean() > 0 else math.nan,
         # Of B, whatever moved it there.

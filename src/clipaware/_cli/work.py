@@ -35,7 +35,7 @@ from clipaware._media import (
     write,
     write_bytes,
 )
-from clipaware.quantize import steps
+from clipaware.quantize import on_levels
 
 Array = Any
 Row = dict[str, Any]
@@ -282,30 +282,29 @@ def _on_grid(
 ) -> tuple[Array, Row]:
     """Whole numbers: by the steps of the format's own grid."""
     levels, step = part.levels or 2, part.step
-    exact: Any = np.float32 if levels <= 2**24 else np.float64
-    place = part.values.reshape(-1).astype(exact) - exact(part.first)
     # The levels inside the bounds; rounding does not move them.
-    first, last = (max(0, math.ceil((bounds[0] - part.low) / step - 1e-6)), math.floor((bounds[1] - part.low) / step + 1e-6))
-    last = min(last, levels - 1)
-    if first > last:
-        raise ValueError(f"the bounds are {bounds}, between which there is no value of the {levels} that the format has")
-    outside = int(((place < first) | (place > last)).sum())
-    if outside:
+    first = max(0, math.ceil((bounds[0] - part.low) / step - 1e-6))
+    last = min(levels - 1, math.floor((bounds[1] - part.low) / step + 1e-6))
+    if first >= last:
+        raise ValueError(f"the bounds are {bounds}, between which the format has less than two values")
+    exact: Any = np.float32 if levels <= 2**16 else np.float64
+    place = part.values.reshape(-1).astype(exact)
+    place -= exact(part.first)
+    if place.min() < first or place.max() > last:
+        outside = int(((place < first) | (place > last)).sum())
         raise ValueError(f"{outside} element(s) are outside the bounds {bounds}; choose others with --bounds")
-    towards = np.ascontiguousarray(delta).reshape(-1)
-    room = np.where(towards > 0, last - place, np.where(towards < 0, place - first, exact(0))).astype(exact, copy=False)
-    found = steps(towards, room, eps / step, p=p, seed=seed)
-    place += np.copysign(found.moved, towards)
+    made = np.empty_like(place)
+    found = on_levels(place, np.ascontiguousarray(delta).reshape(-1), eps / step, (first, last), p, seed, made)
     row = {
         "naive": found.naive * step,
         "reach": found.reach * step,
         "reachable": found.reachable,
-        "clipped": float(np.mean((place <= first) | (place >= last))),
+        "clipped": (np.count_nonzero(made == first) + np.count_nonzero(made == last)) / made.size,
         "eta": found.eta * step,
     }
-    if exact is np.float64 or part.first:
-        place = place.astype(np.int64) + part.first
-    return place.astype(part.values.dtype).reshape(part.values.shape), row
+    if part.first:
+        made = made.astype(np.int64) + part.first
+    return made.astype(part.values.dtype).reshape(part.values.shape), row
 
 
 def _in_floats(
@@ -327,20 +326,17 @@ def _in_floats(
 def distance(a: Part, b: Part, p: float) -> float:
     """The norm of the difference of two arrays, in float64; of whole numbers, counted in steps."""
     if a.levels and a.levels == b.levels and a.first == b.first:
-        wide = np.int32 if a.levels <= 2**24 else np.int64
-        return norm_of(np.subtract(b.values, a.values, dtype=wide).ravel(), p) * a.step
-    return norm_of((b.real() - a.real()).ravel(), p)
+        return norm_of(np.subtract(b.values, a.values, dtype=np.float64), p) * a.step
+    return norm_of(b.real() - a.real(), p)
 
 
 def norm_of(difference: Array, p: float) -> float:
-    """Of p from 1 to infinity, scaled so that no power overflows."""
-    wide = np.abs(difference).astype(np.float64)
-    top = float(wide.max(initial=0))
-    if p == math.inf or top == 0:
-        return top
-    if p == 2:
-        return math.sqrt(float(np.sum(wide * wide)))
-    return top * float(np.sum((wide / top) ** p)) ** (1 / p)
+    """Of p from 1 to infinity."""
+    if p == 2 and math.isfinite(square := float(np.sum(difference * difference))):
+        return math.sqrt(square)
+    wide = np.abs(difference)
+    top = float(wide.max(initial=0))  # without which powers may overflow
+    return top if p == math.inf or top == 0 else top * float(np.sum((wide / top) ** p)) ** (1 / p)
 
 
 def digest(path: Path) -> str:

@@ -1120,34 +1120,59 @@ def sum_by_key(moved, after, unit, p, order, keys, sums):
             sums[keys[i]] += raised(u * np.float64(after[i]), p, order) - raised(u * np.float64(moved[i]), p, order)
 
 
+@step
+def _make_steps(delta, room, eta, out):
+    for i in range(delta.size):
+        m, most = np.floor(eta * np.float64(abs(delta[i])) + 0.5), np.float64(room[i])
+        out[i] = pick(m < most, m, most)
+
+
 @entry
 def make_steps(delta, room, eta, out, start, stop):
     """m itself."""
-    for i in range(start, stop):
-        out[i] = min(np.floor(eta * np.float64(abs(delta[i])) + 0.5), np.float64(room[i]))
+    _make_steps(delta[start:stop], room[start:stop], eta, out[start:stop])
+
+
+@step
+def _level(x, lower, step, last):
+    """How many steps x lies above the lower bound, and the level there."""
+    exact = (np.float64(x) - lower) / step
+    place = np.rint(exact)
+    place = pick(place > 0.0, place, 0.0)
+    return exact, pick(place < last, place, last)
+
+
+@step
+def _find_room(x, delta, lower, step, tolerance, last, room):
+    bad = 0.0
+    for i in range(x.size):
+        exact, place = _level(x[i], at(lower, i), at(step, i), last)
+        towards = np.float64(delta[i])
+        fine = (abs(exact - place) * at(step, i) <= at(tolerance, i)) & (abs(towards) < np.inf)
+        bad = plus(bad, pick(fine, 0.0, 1.0))
+        room[i] = pick(towards > 0, last - place, pick(towards < 0, place, 0.0))
+    return bad
 
 
 @entry
 def find_room(x, delta, lower, step, tolerance, last, room, start, stop):
     """The steps that each element has ahead, and how many elements are not on the grid, or have no numbers."""
-    bad = 0
-    for i in range(start, stop):
-        exact = (np.float64(x[i]) - at(lower, i)) / at(step, i)
-        place = min(max(np.rint(exact), 0.0), last)
-        towards = np.float64(delta[i])
-        bad += not (abs(exact - place) * at(step, i) <= at(tolerance, i) and abs(towards) < np.inf)
-        room[i] = last - place if towards > 0 else (place if towards < 0 else 0.0)
-    return bad
+    grid = cut(lower, start, stop), cut(step, start, stop), cut(tolerance, start, stop)
+    return _find_room(x[start:stop], delta[start:stop], *grid, last, room[start:stop])
+
+
+@step
+def _write_steps(x, delta, lower, step, span, last, moved, out):
+    for i in range(x.size):
+        place = _level(x[i], at(lower, i), at(step, i), last)[1]
+        m = np.float64(moved[i])
+        there = (place + pick(delta[i] > 0, m, -m)) * at(span, i) / last + at(lower, i)
+        out[i] = pick(m > 0, there, np.float64(x[i]))
 
 
 @entry
 def write_steps(x, delta, lower, step, span, last, moved, out, start, stop):
     """The values on the grid that elements move to; x where they do not."""
-    for i in range(start, stop):
-        if moved[i] == 0:
-            out[i] = x[i]
-        else:
-            place = np.rint((np.float64(x[i]) - at(lower, i)) / at(step, i))
-            place = min(max(place, 0.0), last)
-            m = np.float64(moved[i])
-            out[i] = (place + (m if delta[i] > 0 else -m)) * at(span, i) / last + at(lower, i)
+    grid = cut(lower, start, stop), cut(step, start, stop), cut(span, start, stop)
+    part = slice(start, stop)
+    _write_steps(x[part], delta[part], *grid, last, moved[part], out[part])

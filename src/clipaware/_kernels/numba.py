@@ -289,7 +289,7 @@ def made(delta: Array, room: Array, eta: float) -> Array:
 def room_on_grid(x: Array, delta: Array, lower: Any, step: Any, tolerance: Any, last: int, room: Array) -> int:
     """Fill `room` with the steps that each element has ahead, and return how many do not lie on the grid."""
     grid = lower, step, tolerance, float(last)
-    return sum(over_parts(partial(launch, find_room, x, delta, *grid, room), x.size))
+    return int(sum(over_parts(partial(launch, find_room, x, delta, *grid, room), x.size)))
 
 
 def write_on_grid(
