@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+INTERRUPTED = 130  # as shells have it for Ctrl-C
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command line (by default, this process's) and return its exit code."""
@@ -20,12 +22,13 @@ def main(argv: list[str] | None = None) -> int:
         code = app(argv or ["--help"], prog_name="clipaware", standalone_mode=False)
     except typer.TyperException as error:
         return _failed(f"{' '.join(error.format_message().split())} Try 'clipaware --help'.")
+    except SystemExit as done:  # of what completes for a shell
+        return int(done.code or 0)
     except (CommandError, FileError) as error:
         return _failed(str(error))
-    except (KeyboardInterrupt, typer.Abort):
+    if code == INTERRUPTED:
         print("clipaware: interrupted; what was written so far is whole, and --resume goes on", file=sys.stderr)
-        return 130
-    return code if isinstance(code, int) and argv else 0 if argv else 2
+    return (code or 0) if argv else 2
 
 
 def _failed(text: str) -> int:

@@ -160,11 +160,12 @@ def _row(
     """Solve a sample and write it to `out`."""
     here = grid.row(i)
     lower, upper, step, _ = here
+    each = float(step[0])
     room = _rooms(grid, i, x, delta, *here)
     along = delta
-    if step.size == 1 and step[0] > 0:
+    if step.size == 1 and each > 0:
         # Sizes are counted in steps, which keeps sums of squares exact.
-        size, one, unit = eps / step[0], 1 / step[0], 1.0
+        size, one, unit = eps / each, 1 / each, 1.0
     else:
         size, one, unit = eps, 1.0, np.broadcast_to(step, x.shape).copy()
         room[unit == 0] = 0
@@ -181,7 +182,7 @@ def _row(
     else:
         places = _places(grid, x, lower, step)[1] + np.copysign(found.moved.astype(np.float64), delta)
         np.copyto(out, np.where(found.moved == 0, x, places * (upper - lower) / grid.last + lower), casting="same_kind")
-    return found._replace(reach=found.reach * (float(step[0]) if isinstance(unit, float) else 1.0))
+    return found._replace(reach=found.reach * (each if isinstance(unit, float) else 1.0))
 
 
 def on_levels(

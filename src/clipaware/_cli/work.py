@@ -149,7 +149,8 @@ def do(task: Task, settings: Settings) -> list[Row]:
     format = format_of(task.output)
     if kind_of(format) != content.kind or (content.kind == "array" and format != content.format):
         allowed = " ".join(KINDS[content.kind]) if content.kind != "array" else content.format
-        raise FileError(f"{task.input}: is a {content.kind}, which cannot be written as {format}, but as {allowed}")
+        kind = "an array" if content.kind == "array" else f"a {content.kind}"
+        raise FileError(f"{task.input}: is {kind}, which cannot be written as {format}, but as {allowed}")
     if format in LOSSY and not settings.allow_lossy:
         lossless = "png" if content.kind == "picture" else "wav"
         raise FileError(
@@ -179,6 +180,8 @@ def do(task: Task, settings: Settings) -> list[Row]:
 
 def perturbed(task: Task, settings: Settings, kind: str, name: str, part: Part) -> tuple[Array, Row]:
     where = f"{task.input}{f' ({name})' if name else ''}"
+    if part.levels is None and (odd := int((~np.isfinite(part.values)).sum())):
+        raise FileError(f"{where}: has {odd} element(s) that are NaN or infinite")
     # Of an archive, every array has noise of its own.
     seed = [task.seed, *name.encode()] if name else task.seed
     p, bounds = settings.norm, settings.bounds or (part.low, part.high)
@@ -296,11 +299,11 @@ def _on_grid(
     made = np.empty_like(place)
     found = on_levels(place, np.ascontiguousarray(delta).reshape(-1), eps / step, (first, last), p, seed, made)
     row = {
-        "naive": found.naive * step,
-        "reach": found.reach * step,
-        "reachable": found.reachable,
-        "clipped": (np.count_nonzero(made == first) + np.count_nonzero(made == last)) / made.size,
-        "eta": found.eta * step,
+        "naive": float(found.naive * step),
+        "reach": float(found.reach * step),
+        "reachable": bool(found.reachable),
+        "clipped": float((np.count_nonzero(made == first) + np.count_nonzero(made == last)) / made.size),
+        "eta": float(found.eta * step),
     }
     if part.first:
         made = made.astype(np.int64) + part.first
