@@ -46,7 +46,7 @@ def run(*argv, code=0):
 
 def fails(*argv, code=2):
     """The one line that a command says to its standard error."""
-    out, err = run(*argv, code=code)
+    _, err = run(*argv, code=code)
     assert err.startswith("clipaware: error: ")
     assert err.count("\n") == 1
     return err
@@ -181,7 +181,9 @@ def test_psnr_and_contrast(here):
     x = read(Path("photo.png")).parts[""].real()
     mse = np.mean(apart("photo.png", "o/photo_psnr30.png") ** 2)
     assert 10 * np.log10(1 / mse) == pytest.approx(30, abs=1e-3)
-    assert np.sqrt(np.mean(apart("photo.png", "o/photo_contrast0.2.png") ** 2)) / x.mean() == pytest.approx(0.2, rel=1e-4)
+    assert np.sqrt(np.mean(apart("photo.png", "o/photo_contrast0.2.png") ** 2)) / x.mean() == pytest.approx(
+        0.2, rel=1e-4
+    )
 
 
 @pytest.mark.parametrize(("p", "eps"), [("1", 60.0), ("1.5", 10.0), ("3", 1.0), ("inf", 20 / 255)])
@@ -228,7 +230,9 @@ def test_delta(here):
     np.save("small.npy", np.ones((4, 4)))
     err = fails("perturb", "photo.png", "--out", "q", "--eps", "2", "--delta", "small.npy", code=1)
     assert "photo.png: --delta small.npy has shape (4, 4, 1), expected (40, 30, 3)" in err
-    assert "has no values below 0" in fails("perturb", "photo.png", "--out", "q", "--eps", "2", "--delta", "photo.png", code=1)
+    assert "has no values below 0" in fails(
+        "perturb", "photo.png", "--out", "q", "--eps", "2", "--delta", "photo.png", code=1
+    )
     np.save("nan.npy", np.full((40, 30, 3), np.nan))
     assert "NaN or infinite" in fails("perturb", "photo.png", "--out", "q", "--eps", "2", "--delta", "nan.npy", code=1)
     assert not Path("q").exists()
@@ -239,7 +243,9 @@ def test_seeds_and_repeats(here):
     assert files("o") == ["manifest.csv", *(f"photo_eps{e}_{r}.png" for e in (2, 4) for r in (0, 1))]
     assert len({row["seed"] for row in manifest("o/manifest.csv")}) == 4
     assert len({Path("o", f).read_bytes() for f in files("o")}) == 5
-    run("perturb", "photo.png", "--out", "p", "--eps", "4", "--repeats", "2", "--seed", "5")  # others were not asked for
+    run(
+        "perturb", "photo.png", "--out", "p", "--eps", "4", "--repeats", "2", "--seed", "5"
+    )  # others were not asked for
     for r in (0, 1):
         assert Path(f"o/photo_eps4_{r}.png").read_bytes() == Path(f"p/photo_eps4_{r}.png").read_bytes()
     run("perturb", "photo.png", "--out", "q", "--eps", "2", "--repeats", "2", "--seed", "6")
@@ -293,7 +299,7 @@ def test_resume(many, monkeypatch):
     assert [path.name for path in calls] == ["3_eps1.png"]
     assert Path("o/3_eps1.png").read_bytes() == Path("whole/3_eps1.png").read_bytes()
     err = fails("perturb", "in", "--out", "o", "--eps", "1", "--resume", "--noise", "pink")
-    assert "was made with noise gaussian for 0_eps1.png, and now it is pink" in err
+    assert "was made with noise gaussian for 0_eps1.png, now it is pink" in err
 
 
 def test_interrupted_from_outside(many):
@@ -375,7 +381,9 @@ def test_formats_that_do_not_go_together(here):
     assert "is a sound, which cannot be written as png, but as wav flac ogg" in fails(
         "perturb", "speech.wav", "--out", "o", "--eps", "1", "--format", "png", code=1
     )
-    assert "is an array, which cannot be written as png, but as npy" in fails("perturb", "array.npy", "--out", "o", "--eps", "1", "--format", "png", code=1)
+    assert "is an array, which cannot be written as png, but as npy" in fails(
+        "perturb", "array.npy", "--out", "o", "--eps", "1", "--format", "png", code=1
+    )
 
 
 def test_out_of_reach(here):
@@ -385,7 +393,7 @@ def test_out_of_reach(here):
     out, err = run("perturb", "photo.png", "--out", "o", "--eps", "1,1000", "--unreachable", "skip")
     assert files("o") == ["manifest.csv", "photo_eps1.png"]
     assert err.startswith("clipaware: skipped: photo.png: eps 1000")
-    out, err = run("perturb", "photo.png", "--out", "p", "--eps", "1000", "--unreachable", "maximize")
+    _, err = run("perturb", "photo.png", "--out", "p", "--eps", "1000", "--unreachable", "maximize")
     assert set(np.asarray(Image.open("p/photo_eps1000.png")).ravel()) == {0, 255}
     assert "all there is room for" in err
     (row,) = manifest("p/manifest.csv")
@@ -408,7 +416,7 @@ def test_bad_files_one_line_each_and_the_rest_goes_on(here):
     np.save("in/strings.npy", np.array(["a"]))
     black = np.zeros((5, 5), np.uint8)
     Image.fromarray(black).save("in/black.png")
-    out, err = run("perturb", "in", "gone.png", "notes.txt", "--out", "o", "--contrast", "0.01", code=1)
+    _, err = run("perturb", "in", "gone.png", "notes.txt", "--out", "o", "--contrast", "0.01", code=1)
     lines = err.splitlines()
     assert all(line.startswith("clipaware: error: ") for line in lines)
     for name, what in {
@@ -529,7 +537,9 @@ def test_replay(kind, here):
 
 
 def test_replay_of_norms_and_gray_noise(here):
-    run("perturb", "photo.png", "--out", "o", "--eps", "0.1", "--norm", "inf", "--grayscale-noise", "--compression", "9")
+    run(
+        "perturb", "photo.png", "--out", "o", "--eps", "0.1", "--norm", "inf", "--grayscale-noise", "--compression", "9"
+    )
     run("replay", "o/manifest.csv")
     run("perturb", "photo.png", "--out", "p", "--eps", "0.1", "--norm", "inf", "--manifest", "jsonl")
     run("replay", "p/manifest.jsonl")
@@ -573,7 +583,9 @@ def test_measure(here):
 
 
 def test_measure_of_what_does_not_match(here):
-    assert "array.npy: has shape (20, 20), expected (40, 30, 3) as photo.png has" in fails("measure", "photo.png", "array.npy")
+    assert "array.npy: has shape (20, 20), expected (40, 30, 3) as photo.png has" in fails(
+        "measure", "photo.png", "array.npy"
+    )
     assert "gone.png: there is no such file" in fails("measure", "photo.png", "gone.png")
     np.savez("two.npz", one=np.ones(3))
     assert "two.npz: holds ['one']" in fails("measure", "array.npy", "two.npz")

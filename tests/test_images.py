@@ -210,7 +210,11 @@ def test_what_a_format_cannot_hold_is_not_written(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
     deep = picture((4, 5, 3), "uint16")
-    failing("a.bmp", dataclasses.replace(deep, format="bmp"), "BMP has 8 bits, and this is uint16; choose --format tiff or png")
+    failing(
+        "a.bmp",
+        dataclasses.replace(deep, format="bmp"),
+        "BMP has 8 bits, and this is uint16; choose --format tiff or png",
+    )
     failing("a.jpg", dataclasses.replace(deep, format="jpeg"), "JPEG has 8 bits")
     alpha = picture((4, 5, 3), "uint8", alpha=True)
     failing("a.jpg", dataclasses.replace(alpha, format="jpeg"), "JPEG has no alpha")
@@ -220,7 +224,9 @@ def test_what_a_format_cannot_hold_is_not_written(tmp_path):
     failing("a.bmp", dataclasses.replace(coloured, format="bmp"), "BMP cannot hold a colour profile")
     floats = Content("picture", "png", {"": Part(np.zeros((3, 3), np.float32), 0.0, 1.0)}, False, images.Extra())
     failing("a.png", floats, "PNG has 8 or 16 bits, and this is float32")
-    pages = Content("picture", "png", {"": Part(np.zeros((2, 3, 3, 3), np.uint8), 0.0, 1.0, 256)}, False, images.Extra())
+    pages = Content(
+        "picture", "png", {"": Part(np.zeros((2, 3, 3, 3), np.uint8), 0.0, 1.0, 256)}, False, images.Extra()
+    )
     failing("a.png", pages, "PNG holds one picture")
 
 

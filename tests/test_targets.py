@@ -64,7 +64,9 @@ def test_axes(find):
         eps = find(x, 2.0, axis=axis)
         assert eps.shape == shape
         ca.perturb(x, delta, eps, axis=axis)
-    np.testing.assert_allclose(find(x, 2.0, axis=(1, 0))[0, 0, 3], find(np.ascontiguousarray(x[:, :, 3]), 2.0, axis=None).item())
+    np.testing.assert_allclose(
+        find(x, 2.0, axis=(1, 0))[0, 0, 3], find(np.ascontiguousarray(x[:, :, 3]), 2.0, axis=None).item()
+    )
 
 
 def test_under_traces():

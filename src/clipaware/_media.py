@@ -23,7 +23,7 @@ class FileError(Exception):
 
 @dataclass(frozen=True)
 class Part:
-    """An array of a file: whole numbers from `first` on, which stand for `levels` values from low to high, or floats."""
+    """An array of a file: whole numbers from `first` on, that stand for `levels` values from low to high, or floats."""
 
     values: Array
     low: float

@@ -73,7 +73,9 @@ def _check_fits(format: str, part: Part, extra: Extra) -> None:
         raise FileError(f"{name} holds one picture, and this has shape {part.values.shape}; choose --format tiff")
     if dtype != np.uint8 and not (dtype == np.uint16 and format == "png"):
         bits = "8 or 16 bits" if format == "png" else "8 bits"
-        raise FileError(f"{name} has {bits}, and this is {dtype}; choose --format tiff" + " or png" * (dtype == np.uint16))
+        raise FileError(
+            f"{name} has {bits}, and this is {dtype}; choose --format tiff" + " or png" * (dtype == np.uint16)
+        )
     if format == "jpeg" and extra.alpha is not None:
         raise FileError("JPEG has no alpha channel, and this has one; choose --format png")
     if format == "bmp" and (extra.profile or extra.orientation != 1):
@@ -343,7 +345,9 @@ def _unfiltered(path: Path, lines: Array, columns: int, width: int) -> Array:
         left, above, between = out[i + 1, j], out[i, j + 1], out[i, j]
         guess = left + above - between
         away = [abs(guess - a) for a in (left, above, between)]
-        nearest = np.where((away[0] <= away[1]) & (away[0] <= away[2]), left, np.where(away[1] <= away[2], above, between))
+        nearest = np.where(
+            (away[0] <= away[1]) & (away[0] <= away[2]), left, np.where(away[1] <= away[2], above, between)
+        )
         kind = kinds[i, None]
         guesses = [np.zeros_like(left), left, above, (left + above) >> 1, nearest]
         out[i + 1, j + 1] = (stored[i, j] + np.choose(kind, guesses)) & 255

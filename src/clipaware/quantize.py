@@ -41,7 +41,7 @@ def perturb_quantized(
     unreachable: str = "maximize",
     seed: int = 0,
 ) -> ArrayT:
-    """Return ``v = Q(clip(x + eta*delta, *bounds))`` on a grid of `levels`, with ``||v - x||_p`` as near eps as it gets.
+    """Return ``v = Q(clip(x + eta*delta, *bounds))`` on a grid of `levels`, with ``||v - x||_p`` as near eps as can be.
 
     The grid goes from the lower bound to the upper in ``levels - 1`` equal steps, and x lies on it, as what was read
     from a file does. Along delta each element moves by whole steps, ``m = min(floor(eta*|delta|/step + 1/2), room)``,
@@ -94,7 +94,7 @@ def perturb_quantized(
     _check.seed(seed)
     problem = _problem(x, delta, eps, p, bounds, axis)
     rows = [np.asarray(be.fetch(be.result(a, x))) for a in (problem.x, problem.delta)]
-    limits = [
+    limits: list[Array] = [
         # A number as it came, and not as x's dtype has it.
         np.array([[float(bound)]]) if _check.is_number(bound) else np.asarray(be.fetch(be.result(found, x)), np.float64)
         for bound, found in zip(_check.bounds_pair(bounds), (problem.lower, problem.upper), strict=True)
@@ -102,7 +102,7 @@ def perturb_quantized(
     sizes = np.array([[float(eps)]]) if _check.is_number(eps) else np.asarray(be.fetch(problem.eps), np.float64)
     asked = np.broadcast_to(sizes, (len(rows[0]), 1))
     slack = 8 * _spacing("float64" if _check.is_number(eps) else _check.array(eps, "eps").dtype_name(eps))
-    grid = _Grid(*limits, levels, be.dtype_name(x))
+    grid = _Grid(limits[0], limits[1], levels, be.dtype_name(x))
 
     v, missed = np.empty_like(rows[0]), []
     for i, (here, towards) in enumerate(zip(*rows, strict=True)):
@@ -119,7 +119,7 @@ def perturb_quantized(
 def _check_levels(levels: Any) -> None:
     if isinstance(levels, bool) or not isinstance(levels, numbers.Integral):
         raise TypeError(f"levels is {levels!r}, expected a whole number, such as 256")
-    if not 2 <= levels <= MOST_LEVELS:
+    if not 2 <= int(levels) <= MOST_LEVELS:
         raise ValueError(f"levels is {levels}, expected a whole number from 2 to 2**32")
 
 
@@ -145,7 +145,7 @@ class _Grid:
         # Between two powers of two, numbers are half as far apart as at the upper one, and rounding moves by half that.
         if (scale * _spacing(dtype) / 4 > self.step / 4)[self.step > 0].any():
             raise ValueError(
-                f"x has dtype {dtype}, which cannot tell {levels} levels between these bounds apart; expected a wider one"
+                f"x has dtype {dtype}, which cannot tell {levels} levels between these bounds apart; use a wider one"
             )
         self.tolerance = np.minimum(16 * _spacing(dtype) * scale, self.step / 4)
 
@@ -162,10 +162,10 @@ def _row(
     lower, upper, step, _ = here
     each = float(step[0])
     room = _rooms(grid, i, x, delta, *here)
-    along = delta
+    along, unit = delta, 1.0  # type: tuple[Array, Any]
     if step.size == 1 and each > 0:
         # Sizes are counted in steps, which keeps sums of squares exact.
-        size, one, unit = eps / each, 1 / each, 1.0
+        size, one = eps / each, 1 / each
     else:
         size, one, unit = eps, 1.0, np.broadcast_to(step, x.shape).copy()
         room[unit == 0] = 0
@@ -185,9 +185,7 @@ def _row(
     return found._replace(reach=found.reach * (each if isinstance(unit, float) else 1.0))
 
 
-def on_levels(
-    place: Array, delta: Array, size: float, ends: tuple[int, int], p: float, seed: Any, out: Array
-) -> Steps:
+def on_levels(place: Array, delta: Array, size: float, ends: tuple[int, int], p: float, seed: Any, out: Array) -> Steps:
     """A sample of whole numbers between two of them, perturbed by a size that counts steps of 1, into `out`."""
     lower, upper = (np.array([[float(end)]]) for end in ends)
     grid = _Grid(lower, upper, ends[1] - ends[0] + 1, place.dtype.name)
@@ -216,9 +214,10 @@ def _rooms(
     """The steps that each element has ahead; in float32 where that has all the whole numbers needed."""
     room = np.empty(x.size, np.float32 if grid.last <= 2**24 else np.float64)
     compiled = host.kernels()
-    if compiled is not None:
-        if not compiled.room_on_grid(x, delta, *_one_or_all(lower, step, tolerance), grid.last, room):
-            return room
+    if compiled is not None and not compiled.room_on_grid(
+        x, delta, *_one_or_all(lower, step, tolerance), grid.last, room
+    ):
+        return room
     exact, place = _places(grid, x, lower, step)
     fine = abs(exact - place) * step <= tolerance  # what is not a number is not
     if not (fine.all() and np.isfinite(delta).all()):
@@ -294,9 +293,7 @@ def steps(
     if not 1e-270 < end.power < 1e270 and p < math.inf and end.number:
         # Powers of these numbers are none any more: count in other units.
         largest = float(np.max(unit * room))
-        found = steps(
-            delta, room, size / largest, p=p, mode=mode, seed=seed, one=one, unit=unit / largest, slack=slack
-        )
+        found = steps(delta, room, size / largest, p=p, mode=mode, seed=seed, one=one, unit=unit / largest, slack=slack)
         return found._replace(**{name: getattr(found, name) * largest for name in ("norm", "naive", "reach")})
 
     reach, norm = path.root(end.power), path.norm_of_delta()

@@ -52,7 +52,7 @@ def eps_from_snr(x: ArrayT, snr: float, *, axis: Any = "batch") -> ArrayT:
 
 @public
 def eps_from_psnr(x: ArrayT, psnr: float, *, bounds: tuple[float, float] = (0, 1), axis: Any = "batch") -> ArrayT:
-    """Return the L2 norm that leaves a peak signal-to-noise ratio of `psnr` decibels: ``(b - a)*sqrt(n)*10^(-psnr/20)``.
+    """Return the L2 norm for a peak signal-to-noise ratio of `psnr` decibels: ``(b - a)*sqrt(n)*10^(-psnr/20)``.
 
     The ratio is ``psnr = 10*log10((b - a)^2/mean((v - x)^2))``, with ``b - a`` the distance of the bounds and n the
     elements of a sample.

@@ -16,7 +16,6 @@ from clipaware import noise
 from clipaware._cli import show
 from clipaware._cli.work import (
     MEASURES,
-    SETTINGS,
     UNREACHABLE,
     CommandError,
     Manifest,
@@ -120,7 +119,9 @@ Most = Annotated[int, typer.Option(metavar="N", help="Files that say to have mor
 Norm = Annotated[str, typer.Option(metavar="P", help="Order of the norm, from 1 to inf.")]
 Kind = Annotated[
     str,
-    typer.Option("--noise", metavar="KIND", help=f"One of {', '.join(noise.KINDS)}.", autocompletion=complete(*noise.KINDS)),
+    typer.Option(
+        "--noise", metavar="KIND", help=f"One of {', '.join(noise.KINDS)}.", autocompletion=complete(*noise.KINDS)
+    ),
 ]
 Bounds = Annotated[
     tuple[float, float] | None,
@@ -144,14 +145,21 @@ Compression = Annotated[int, typer.Option(metavar="0-9", help="Of PNG and TIFF: 
 def perturb(
     inputs: Annotated[
         list[Path],
-        typer.Argument(metavar="INPUT...", help="Files, or folders with all that is in them: PNG, JPEG, TIFF, WebP, BMP, "
-                       "WAV, FLAC, OGG, .npy, .npz.", show_default=False),
+        typer.Argument(
+            metavar="INPUT...",
+            help="Files, or folders with all that is in them: PNG, JPEG, TIFF, WebP, BMP, WAV, FLAC, OGG, .npy, .npz.",
+            show_default=False,
+        ),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the outputs and their manifest go.", show_default=False)],
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where the outputs and their manifest go.", show_default=False)
+    ],
     eps: Sizes = None,
     rms: Annotated[list[str] | None, typer.Option(metavar="N,...", help="The root mean square of the noise.")] = None,
     snr: Annotated[list[str] | None, typer.Option(metavar="DB,...", help="The signal-to-noise ratio left.")] = None,
-    psnr: Annotated[list[str] | None, typer.Option(metavar="DB,...", help="The peak signal-to-noise ratio left.")] = None,
+    psnr: Annotated[
+        list[str] | None, typer.Option(metavar="DB,...", help="The peak signal-to-noise ratio left.")
+    ] = None,
     contrast: Annotated[
         list[str] | None, typer.Option(metavar="N,...", help="The RMS contrast of the noise: RMS over mean luminance.")
     ] = None,
@@ -166,13 +174,19 @@ def perturb(
     grayscale_noise: Annotated[bool, typer.Option("--grayscale-noise", help="One noise for all channels.")] = False,
     format: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Of the outputs, if not the inputs': png, tiff, webp, bmp, jpeg; wav, flac, ogg.",
-                     autocompletion=complete(*KINDS["picture"], *KINDS["sound"])),
+        typer.Option(
+            metavar="NAME",
+            help="Of the outputs, if not the inputs': png, tiff, webp, bmp, jpeg; wav, flac, ogg.",
+            autocompletion=complete(*KINDS["picture"], *KINDS["sound"]),
+        ),
     ] = None,
     unreachable: Annotated[
         str,
-        typer.Option(metavar="WHAT", help="Where the size is more than there is room for: maximize, skip or fail.",
-                     autocompletion=complete(*UNREACHABLE)),
+        typer.Option(
+            metavar="WHAT",
+            help="Where the size is more than there is room for: maximize, skip or fail.",
+            autocompletion=complete(*UNREACHABLE),
+        ),
     ] = "fail",
     allow_lossy: Annotated[
         bool, typer.Option("--allow-lossy", help="Write JPEG and OGG, which keep the norm only about.")
@@ -225,7 +239,9 @@ def perturb(
     _perturb(tasks, settings, record, known, errors, jobs, json_lines)
 
 
-def _known(record: Manifest, tasks: list[Task], settings: Settings, resume: bool, overwrite: bool) -> dict[Path, list[Row]]:
+def _known(
+    record: Manifest, tasks: list[Task], settings: Settings, resume: bool, overwrite: bool
+) -> dict[Path, list[Row]]:
     """What an earlier run has done of these tasks, by output. Without leave, nothing is to be there."""
     rows: dict[Path, list[Row]] = {}
     if record.path.exists() and not (overwrite and not resume):
@@ -239,7 +255,7 @@ def _known(record: Manifest, tasks: list[Task], settings: Settings, resume: bool
             more = f" and {len(there) - 1} more" if len(there) > 1 else ""
             raise CommandError(f"{there[0]}{more} exist(s) already; choose --resume, --overwrite or another --out")
         return {}
-    known = {}
+    known: dict[Path, list[Row]] = {}
     for task in tasks:
         for row in rows.get(Path(os.path.normpath(task.output)), []):
             now = _identity(task, settings)
@@ -247,7 +263,7 @@ def _known(record: Manifest, tasks: list[Task], settings: Settings, resume: bool
             if differing:
                 name = differing[0]
                 raise CommandError(
-                    f"{record.path} was made with {name} {row[name]} for {task.output.name}, and now it is {now[name]}; "
+                    f"{record.path} was made with {name} {row[name]} for {task.output.name}, now it is {now[name]}; "
                     "choose the same options, --overwrite or another --out"
                 )
             if task.output.exists():
@@ -299,7 +315,9 @@ def _perturb(
             rows[task.output] = result
             for row in result:
                 if not row["reachable"]:
-                    show.error(f"note: {task.input}: asked for {row['asked']:.7g}, all there is room for: {row['reach']:.7g}")
+                    show.error(
+                        f"note: {task.input}: asked for {row['asked']:.7g}, all there is room for: {row['reach']:.7g}"
+                    )
                 if json_lines:
                     print(show.as_json(row), flush=True)
                 elif plain:
@@ -312,7 +330,11 @@ def _perturb(
             shown = [show.cells(row, root) for row in done]
             show.table(show.HEADER, shown, f"norm asked and delivered, p = {settings.norm:g}", f" in {record.path}")
         kept = f", {len(known)} kept from before" if known else ""
-        print(f"{len(rows)} of {len(tasks)} outputs in {root}{kept}; manifest: {record.path}" if done else "nothing written")
+        print(
+            f"{len(rows)} of {len(tasks)} outputs in {root}{kept}; manifest: {record.path}"
+            if done
+            else "nothing written"
+        )
     if failed:
         raise typer.Exit(1)
 
@@ -339,15 +361,21 @@ class _threads:
 
 
 @app.command(
-    epilog=examples("replay noisy/manifest.csv", "replay noisy/manifest.csv --out again", "replay noisy/manifest.csv --json")
+    epilog=examples(
+        "replay noisy/manifest.csv", "replay noisy/manifest.csv --out again", "replay noisy/manifest.csv --json"
+    )
 )
 def replay(
-    manifest: Annotated[Path, typer.Argument(metavar="MANIFEST", help="That of a run of clipaware perturb.", show_default=False)],
+    manifest: Annotated[
+        Path, typer.Argument(metavar="MANIFEST", help="That of a run of clipaware perturb.", show_default=False)
+    ],
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Where outputs go; without, only those that are missing are written."),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files in --out that are there already.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace files in --out that are there already.")
+    ] = False,
     jobs: Jobs = None,
     max_elements: Most = MOST,
     json_lines: Json = False,
@@ -423,7 +451,9 @@ def sweep(
     eps: Sizes = None,
     rms: Annotated[
         list[str] | None,
-        typer.Option(metavar="N,...", help="Sizes that compare across norms: of elements on average, n^(1/p) times it."),
+        typer.Option(
+            metavar="N,...", help="Sizes that compare across norms: of elements on average, n^(1/p) times it."
+        ),
     ] = None,
     norms: Annotated[list[str] | None, typer.Option(metavar="P,...", help="Orders of the norm; 2 unless told.")] = None,
     kind: Kind = "gaussian",
@@ -456,7 +486,10 @@ def sweep(
     header = ("p", "asked", "naive", "delivered", "clipped", "reach")
     show.table(
         header,
-        [(f"{r['norm']:g}", *(f"{r[name]:.7g}" for name in header[1:4]), f"{r['clipped']:.1%}", f"{r['reach']:.7g}") for r in rows],
+        [
+            (f"{r['norm']:g}", *(f"{r[name]:.7g}" for name in header[1:4]), f"{r['clipped']:.1%}", f"{r['reach']:.7g}")
+            for r in rows
+        ],
         f"{input.name}, {kind} noise",
     )
     print("Written: " + ", ".join(map(str, paths)))

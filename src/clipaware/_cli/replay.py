@@ -14,20 +14,22 @@ from clipaware._cli.work import CommandError, Manifest, Row, Settings, Task, dig
 from clipaware._media import FileError
 
 
-def replayed(
-    path: Path, out: Path | None, overwrite: bool, jobs: int, most: int
-) -> Iterator[tuple[str, str | None]]:
+def replayed(path: Path, out: Path | None, overwrite: bool, jobs: int, most: int) -> Iterator[tuple[str, str | None]]:
     """The name of each output, and what is wrong with it if it is not the same byte for byte."""
     rows = {row["output"]: row for row in Manifest(path).load()}
     versions = {row["version"] for row in rows.values()} - {ca.__version__}
     if versions:
-        show.error(f"note: the manifest was made by version {', '.join(sorted(versions))}, and this is {ca.__version__}")
+        show.error(
+            f"note: the manifest was made by version {', '.join(sorted(versions))}, and this is {ca.__version__}"
+        )
     if out is not None and out.exists() and not out.is_dir():
         raise CommandError(f"--out is {out}, which is a file, expected a folder")
     base = path.parent
     try:
         base = base.resolve()
-        scratch = Path(tempfile.mkdtemp(prefix=".clipaware-replay-", dir=out.parent if out and out.parent.exists() else base))
+        scratch = Path(
+            tempfile.mkdtemp(prefix=".clipaware-replay-", dir=out.parent if out and out.parent.exists() else base)
+        )
     except OSError as error:
         raise CommandError(f"cannot write beside {path}: {error.strerror}") from error
     try:

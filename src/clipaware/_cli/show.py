@@ -56,7 +56,7 @@ def as_json(row: Row) -> str:
     return json.dumps(plain)
 
 
-def table(header: Sequence[str], rows: list[Sequence[str]], title: str | None = None, more: str = "") -> None:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None, more: str = "") -> None:
     """With lines on a terminal, else in plain columns."""
     if not on_terminal():
         columns = [header, *rows]
@@ -84,9 +84,23 @@ def progress(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
         yield from items
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         done = bar.add_task(what, total=total)
         for item in items:

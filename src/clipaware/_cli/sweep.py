@@ -90,7 +90,9 @@ def _sheet(figure_class: Any, content: Content, sheet: list[list[tuple[Part, Row
     height, width = part.values.shape[:2] if content.kind == "picture" else (3, 4)
     across, down = 1 + len(sheet[0]), len(sheet)
     side = 2.3
-    figure = figure_class(figsize=(side * across, (side * height / width + 0.55) * down + 0.4), dpi=130, layout="constrained")
+    figure = figure_class(
+        figsize=(side * across, (side * height / width + 0.55) * down + 0.4), dpi=130, layout="constrained"
+    )
     axes = np.atleast_2d(figure.subplots(down, across, squeeze=False))
     figure.suptitle(f"{name}, {noise} noise", fontsize=11)
     for line, (first, *others) in zip(sheet, axes, strict=True):
@@ -100,7 +102,8 @@ def _sheet(figure_class: Any, content: Content, sheet: list[list[tuple[Part, Row
             _draw(axis, content, made)
             missed = "" if row["reachable"] else " (all there is)"
             axis.set_title(
-                f"L{_order(row['norm'])}: asked {row['asked']:.4g}\ndelivered {row['delivered']:.5g}{missed}", fontsize=8
+                f"L{_order(row['norm'])}: asked {row['asked']:.4g}\ndelivered {row['delivered']:.5g}{missed}",
+                fontsize=8,
             )
     return figure
 
@@ -130,7 +133,9 @@ def _delivered(figure_class: Any, curves: dict[float, list[Row]], rows: list[Row
         axis.plot(asked, [row["naive"] for row in curve], color="tab:red", label="naive")
         axis.plot(asked, [row["delivered"] for row in curve], color="tab:blue", label="clipaware")
         here = [row for row in rows if row["norm"] == p]
-        axis.plot([row["asked"] for row in here], [row["delivered"] for row in here], "o", color="tab:blue", markersize=4)
+        axis.plot(
+            [row["asked"] for row in here], [row["delivered"] for row in here], "o", color="tab:blue", markersize=4
+        )
         axis.set_title(f"L{_order(p)}", fontsize=10)
         axis.set(xlabel="norm asked", ylabel="norm delivered", xlim=(0, None), ylim=(0, None))
         axis.spines[["top", "right"]].set_visible(False)

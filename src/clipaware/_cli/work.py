@@ -1,4 +1,4 @@
-"""What `perturb` and `replay` do with one file at one size, and how many of them are done: plan, solve, write, check."""
+"""What `perturb` and `replay` do: plan; solve one file at one size, write it and read it back; keep a manifest."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ COLUMNS = (
     *("grayscale", "unreachable", "compression", "input_sha256", "output_sha256", "version"),
 )
 NUMBERS = ("value", "norm", "asked", "naive", "delivered", "reach", "clipped", "eta")
-SETTINGS = ("noise", "seed", "measure", "value", "norm", "bounds", "grayscale", "unreachable", "compression")
 
 
 class CommandError(Exception):
@@ -99,7 +98,9 @@ def find_inputs(given: list[Path], out: Path) -> tuple[list[tuple[Path, str]], l
         inside = [
             (file, file.relative_to(path).as_posix())
             for file in sorted(path.rglob("*"))
-            if file.suffix.lower() in FORMATS and file.is_file() and not file.name.startswith(".")
+            if file.suffix.lower() in FORMATS
+            and file.is_file()
+            and not file.name.startswith(".")
             # What an earlier run wrote there is no input.
             and not (out.resolve() != path.resolve() and file.resolve().is_relative_to(out.resolve()))
         ]
@@ -121,7 +122,12 @@ def seed_for(seed: int, name: str, repeat: int, measure: str, value: float) -> i
 
 
 def plan(
-    inputs: list[tuple[Path, str]], out: Path, sizes: list[tuple[str, float]], repeats: int, seed: int, format: str | None
+    inputs: list[tuple[Path, str]],
+    out: Path,
+    sizes: list[tuple[str, float]],
+    repeats: int,
+    seed: int,
+    format: str | None,
 ) -> list[Task]:
     """All outputs, in the order of inputs, sizes and repeats."""
     tasks: dict[Path, Task] = {}
@@ -261,7 +267,7 @@ def _read_delta(path: Path, most: int) -> Array:
     (part,) = content.parts.values()
     if content.kind == "picture" and part.levels:
         raise FileError(
-            f"{path}: has no values below 0, as a direction needs them; expected an .npy array, a TIFF of floats or a sound"
+            f"{path}: has no values below 0; expected a direction: an .npy array, a TIFF of floats or a sound"
         )
     values = part.real() if part.levels else part.values
     if not np.isfinite(values).all():
@@ -405,7 +411,9 @@ class Manifest:
                 rows = list(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])))
             found = [self._loaded(row) for row in rows]
         except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
-            raise CommandError(f"{self.path} is no manifest of clipaware perturb: {type(error).__name__}: {error}") from error
+            raise CommandError(
+                f"{self.path} is no manifest of clipaware perturb: {type(error).__name__}: {error}"
+            ) from error
         return found
 
     def _loaded(self, row: Row) -> Row:
