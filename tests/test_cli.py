@@ -390,7 +390,7 @@ def test_out_of_reach(here):
     err = fails("perturb", "photo.png", "--out", "o", "--eps", "1000", code=1)
     assert re.search(r"photo\.png: eps 1000 asks for a norm of 1000, more than this noise can have \(\d+\.\d+\)", err)
     assert not Path("o").exists()
-    out, err = run("perturb", "photo.png", "--out", "o", "--eps", "1,1000", "--unreachable", "skip")
+    _, err = run("perturb", "photo.png", "--out", "o", "--eps", "1,1000", "--unreachable", "skip")
     assert files("o") == ["manifest.csv", "photo_eps1.png"]
     assert err.startswith("clipaware: skipped: photo.png: eps 1000")
     _, err = run("perturb", "photo.png", "--out", "p", "--eps", "1000", "--unreachable", "maximize")
