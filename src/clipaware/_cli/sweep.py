@@ -91,7 +91,7 @@ def _sheet(figure_class: Any, content: Content, sheet: list[list[tuple[Part, Row
     across, down = 1 + len(sheet[0]), len(sheet)
     side = 2.3
     figure = figure_class(
-        figsize=(side * across, (side * height / width + 0.55) * down + 0.4), dpi=130, layout="constrained"
+        figsize=(side * across, (side * height / width + 0.4) * down + 0.3), dpi=130, layout="constrained"
     )
     axes = np.atleast_2d(figure.subplots(down, across, squeeze=False))
     figure.suptitle(f"{name}, {noise} noise", fontsize=11)
@@ -102,7 +102,7 @@ def _sheet(figure_class: Any, content: Content, sheet: list[list[tuple[Part, Row
             _draw(axis, content, made)
             missed = "" if row["reachable"] else " (all there is)"
             axis.set_title(
-                f"L{_order(row['norm'])}: asked {row['asked']:.4g}\ndelivered {row['delivered']:.5g}{missed}",
+                f"L{_order(row['norm'])}: asked {row['asked']:.6g}\ndelivered {row['delivered']:.7g}{missed}",
                 fontsize=8,
             )
     return figure
@@ -138,6 +138,7 @@ def _delivered(figure_class: Any, curves: dict[float, list[Row]], rows: list[Row
         )
         axis.set_title(f"L{_order(p)}", fontsize=10)
         axis.set(xlabel="norm asked", ylabel="norm delivered", xlim=(0, None), ylim=(0, None))
+        axis.locator_params(nbins=5)
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, fontsize=8, loc="upper left")
     return figure
