@@ -106,7 +106,7 @@ def _read_pillow(path: Path, format: str, most: int, chunks: tuple[tuple[bytes, 
         if mode not in ("L", "LA", "RGB", "RGBA", "I;16"):
             raise FileError(f"{path}: has the colours {mode}, expected grey or RGB; convert it first")
         values = np.array(image if mode == image.mode else image.convert(mode))
-        orientation = image.getexif().get(ORIENTATION, 1)
+        orientation = image.getexif().get(ORIENTATION, 1) if info else 1
     alpha = None
     if mode in ("LA", "RGBA"):
         values, alpha = values[..., :-1], values[..., -1:]

@@ -175,7 +175,8 @@ def _row(
         # Or no eta might be a number, or only a subnormal one.
         shift = -math.frexp(top)[1]
         along, one = np.ldexp(along.astype(np.float64), shift), math.ldexp(one, max(-1000, min(-shift, 1000)))
-    found = steps(along, room, size, p=p, mode=mode, seed=seed, one=one, unit=unit, slack=slack)
+    moved = host.scratch("moved", room, room.dtype)
+    found = steps(along, room, size, p=p, mode=mode, seed=seed, one=one, unit=unit, slack=slack, out=moved)
     compiled = host.kernels()
     if compiled is not None:
         compiled.write_on_grid(x, delta, *_one_or_all(lower, step, upper - lower), grid.last, found.moved, out)
@@ -212,7 +213,7 @@ def _rooms(
     grid: _Grid, i: int, x: Array, delta: Array, lower: Array, upper: Array, step: Array, tolerance: Array
 ) -> Array:
     """The steps that each element has ahead; in float32 where that has all the whole numbers needed."""
-    room = np.empty(x.size, np.float32 if grid.last <= 2**24 else np.float64)
+    room = host.scratch("room", x, np.float32 if grid.last <= 2**24 else np.float64)
     compiled = host.kernels()
     if compiled is not None and not compiled.room_on_grid(
         x, delta, *_one_or_all(lower, step, tolerance), grid.last, room
@@ -262,6 +263,7 @@ def steps(
     one: float = 1.0,
     unit: Any = 1.0,
     slack: float = 8 * ULP,
+    out: Array | None = None,
 ) -> Steps:
     """Go along delta, step by step, until the norm is as near `size` as it gets.
 
@@ -283,6 +285,8 @@ def steps(
         The weight of a step: a number, or one per element.
     slack
         Which part of the size counts as rounding.
+    out
+        Where the steps of each element may be written to: an array like `room`.
 
     Returns
     -------
@@ -317,7 +321,7 @@ def steps(
 
     limit = path.raised(size * (1 + {"at_most": slack, "at_least": -slack}.get(mode, 0.0)))
     lo, hi = _bracket(path, _Point(0.0, 0.0, 0.0), end, naive, limit)
-    moved = path.at(lo.eta)
+    moved = path.at(lo.eta, out)
     found = done(moved, *_last_steps(path, moved, lo, hi, limit, size, mode, seed))
     if p == math.inf:
         # Many an eta has that norm. Then rather the one without the grid, if it does.
@@ -350,23 +354,31 @@ class _Path:
             return _Point(eta, *self.compiled.count(self.delta, self.room, self.unit, self.p, eta))
         power, number = 0.0, 0.0
         for part in self._tiles():
-            moved = self._steps(eta, part)
+            moved = self.steps(eta, part)
             power, number = self._with(power, moved, part), number + float(moved.sum())
         return _Point(eta, power, number)
 
-    def at(self, eta: float) -> Array:
+    def at(self, eta: float, out: Array | None = None) -> Array:
         """The steps of each element."""
+        moved = np.empty_like(self.room) if out is None else out
         if self.compiled is not None:
-            return self.compiled.made(self.delta, self.room, eta)
-        moved = np.empty_like(self.room)
+            self.compiled.make(self.delta, self.room, eta, moved)
+            return moved
         for part in self._tiles():
-            moved[part] = self._steps(eta, part)
+            moved[part] = self.steps(eta, part)
         return moved
+
+    def changes(self, lo: _Point, hi: _Point) -> Array:
+        """The elements that make the few steps between two points."""
+        if self.compiled is not None:
+            return self.compiled.changes(self.delta, self.room, lo.eta, hi.eta, FEW)
+        return np.flatnonzero(self.at(hi.eta) > self.at(lo.eta))
 
     def _tiles(self) -> Iterator[slice]:
         return (slice(start, start + TILE) for start in range(0, self.delta.size, TILE))
 
-    def _steps(self, eta: float, part: slice) -> Array:
+    def steps(self, eta: float, part: Any) -> Array:
+        """Those of some elements, in float64."""
         with np.errstate(over="ignore", under="ignore"):
             return np.minimum(np.floor(eta * abs(self.delta[part]).astype(np.float64) + 0.5), self.room[part])
 
@@ -466,19 +478,24 @@ def _last_steps(
     path: _Path, moved: Array, lo: _Point, hi: _Point, limit: float, size: float, mode: str, seed: Any
 ) -> tuple[float, float]:
     """Make those steps between two points that are still to be made, in `moved`. Returns eta and the power then."""
-    after, rng, power = path.at(hi.eta), np.random.default_rng(seed), lo.power
+    rng, power = np.random.default_rng(seed), lo.power
     at_once = _bits(hi.eta) - _bits(lo.eta) <= 1
-    moving = after > moved
-    if at_once and path.p < math.inf:
-        # In the order of a random key. All of a key that fit are taken together, and sorted is one key alone.
-        keys = rng.integers(KEYS, size=moved.size, dtype=np.uint16)
-        sums = power + np.cumsum(path.gains_by_key(moved, after, keys))
-        key = min(int(np.searchsorted(sums, limit, "right")), KEYS - 1)
-        moved += moving & (keys < key)
-        power = float(sums[key - 1]) if key else power
-        moving &= keys == key
-    which = np.flatnonzero(moving)
-    number, step = (after[which] - moved[which]).astype(np.int64), moved[which].astype(np.float64)
+    if hi.number - lo.number <= FEW:
+        which = path.changes(lo, hi)
+    else:
+        after = path.at(hi.eta)
+        moving = after > moved
+        if path.p < math.inf:
+            # In the order of a random key. All of a key that fit are taken together, and sorted is one key alone.
+            keys = rng.integers(KEYS, size=moved.size, dtype=np.uint16)
+            sums = power + np.cumsum(path.gains_by_key(moved, after, keys))
+            key = min(int(np.searchsorted(sums, limit, "right")), KEYS - 1)
+            moved += moving & (keys < key)
+            power = float(sums[key - 1]) if key else power
+            moving &= keys == key
+        which = np.flatnonzero(moving)
+    step = moved[which].astype(np.float64)
+    number = (path.steps(hi.eta, which) - step).astype(np.int64)
     if number.max(initial=1) > 1:
         # An element with several steps stands here as often.
         nth = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)

@@ -20,6 +20,7 @@ import numpy as np
 
 import clipaware as ca
 from clipaware import noise, targets
+from clipaware._backends import numpy as host
 from clipaware._media import (
     ENDINGS,
     FORMATS,
@@ -90,20 +91,16 @@ class Task:
 
 def find_inputs(given: list[Path], out: Path) -> tuple[list[tuple[Path, str]], list[FileError]]:
     """Files, each with the name under which it goes to `out`; and what is wrong with the inputs that give none."""
-    found, errors = [], []
+    found, errors, below = [], [], out.resolve()
     for path in given:
         if not path.is_dir():
             found.append((path, path.name))
             continue
-        inside = [
-            (file, file.relative_to(path).as_posix())
-            for file in sorted(path.rglob("*"))
-            if file.suffix.lower() in FORMATS
-            and file.is_file()
-            and not file.name.startswith(".")
+        files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in FORMATS and file.name[0] != "."]
+        if below != path.resolve() and below.is_relative_to(path.resolve()):
             # What an earlier run wrote there is no input.
-            and not (out.resolve() != path.resolve() and file.resolve().is_relative_to(out.resolve()))
-        ]
+            files = [file for file in files if not file.resolve().is_relative_to(below)]
+        inside = [(file, file.relative_to(path).as_posix()) for file in files if file.is_file()]
         if not inside:
             errors.append(FileError(f"{path}: has no files that end in {' '.join(FORMATS)}"))
         found += inside
@@ -131,7 +128,7 @@ def plan(
 ) -> list[Task]:
     """All outputs, in the order of inputs, sizes and repeats."""
     tasks: dict[Path, Task] = {}
-    sources = {path.resolve() for path, _ in inputs}
+    names, sources = {path.name for path, _ in inputs}, {path.resolve() for path, _ in inputs}
     for path, name in inputs:
         suffix = ENDINGS.get(format, f".{format}") if format else path.suffix
         for measure, value in sizes:
@@ -140,7 +137,7 @@ def plan(
                 output = out / PurePosixPath(name).with_name(f"{PurePosixPath(name).stem}{tag}{suffix}")
                 if output in tasks and tasks[output].input != path:
                     raise CommandError(f"{tasks[output].input} and {path} would both be written to {output}")
-                if output.resolve() in sources:
+                if output.name in names and output.resolve() in sources:
                     raise CommandError(f"{output} is an input and would be written over; choose another --out")
                 tasks[output] = Task(path, output, measure, value, repeat, seed_for(seed, name, repeat, measure, value))
     return list(tasks.values())
@@ -256,7 +253,8 @@ def _noise(settings: Settings, kind: str, part: Part, seed: Any) -> Array:
     delta = noise.sample(drawn, np.broadcast_to(dtype(0), shape), seed=np.random.default_rng(seed), axes=tuple(axes))
     if settings.noise == "speckle":
         delta = delta * part.real().astype(dtype)
-    return np.broadcast_to(delta, part.values.shape)
+    # As it is, if it can be: what is broadcast is only to be read, and would be copied.
+    return delta if delta.shape == part.values.shape else np.broadcast_to(delta, part.values.shape)
 
 
 @lru_cache(maxsize=2)
@@ -297,12 +295,12 @@ def _on_grid(
     if first >= last:
         raise ValueError(f"the bounds are {bounds}, between which the format has less than two values")
     exact: Any = np.float32 if levels <= 2**16 else np.float64
-    place = part.values.reshape(-1).astype(exact)
-    place -= exact(part.first)
+    flat = part.values.reshape(-1)
+    place, made = host.scratch("place", flat, exact), host.scratch("made", flat, exact)
+    np.subtract(flat, exact(part.first), out=place, dtype=exact)
     if place.min() < first or place.max() > last:
         outside = int(((place < first) | (place > last)).sum())
         raise ValueError(f"{outside} element(s) are outside the bounds {bounds}; choose others with --bounds")
-    made = np.empty_like(place)
     found = on_levels(place, np.ascontiguousarray(delta).reshape(-1), eps / step, (first, last), p, seed, made)
     row = {
         "naive": float(found.naive * step),
@@ -335,14 +333,19 @@ def _in_floats(
 def distance(a: Part, b: Part, p: float) -> float:
     """The norm of the difference of two arrays, in float64; of whole numbers, counted in steps."""
     if a.levels and a.levels == b.levels and a.first == b.first:
-        return norm_of(np.subtract(b.values, a.values, dtype=np.float64), p) * a.step
+        # Of bytes, squares are summed fastest, and exactly, as whole numbers.
+        wide: Any = np.int32 if a.levels == 256 else np.float64
+        apart = host.scratch("apart", a.values, wide)
+        return norm_of(np.subtract(b.values, a.values, out=apart, dtype=wide), p) * a.step
     return norm_of(b.real() - a.real(), p)
 
 
 def norm_of(difference: Array, p: float) -> float:
     """Of p from 1 to infinity."""
-    if p == 2 and math.isfinite(square := float(np.sum(difference * difference))):
-        return math.sqrt(square)
+    if p == 2:
+        squares = np.multiply(difference, difference, out=host.scratch("squares", difference, difference.dtype))
+        if math.isfinite(square := float(np.sum(squares))):
+            return math.sqrt(square)
     wide = np.abs(difference)
     top = float(wide.max(initial=0))  # without which powers may overflow
     return top if p == math.inf or top == 0 else top * float(np.sum((wide / top) ** p)) ** (1 / p)
@@ -440,7 +443,7 @@ class Manifest:
         return row
 
     def _seen(self, path: Path) -> str:
-        return Path(os.path.relpath(path, self.base)).as_posix()
+        return os.path.relpath(path, self.base).replace(os.sep, "/")
 
     def _text(self, rows: Iterable[Row], header: bool) -> str:
         stored = [self._stored(row) for row in rows]

@@ -1133,6 +1133,33 @@ def make_steps(delta, room, eta, out, start, stop):
     _make_steps(delta[start:stop], room[start:stop], eta, out[start:stop])
 
 
+@entry
+def find_changes(delta, room, lo, hi, found):
+    """The elements that make steps between two eta, as many as there is room for in `found`; how many there are."""
+    number = 0
+    for start in range(0, delta.size, 64):
+        stop = min(start + 64, delta.size)
+        if _steps_in(delta[start:stop], room[start:stop], lo, hi) > 0:
+            for i in range(start, stop):
+                d, most = np.float64(abs(delta[i])), np.float64(room[i])
+                if min(np.floor(hi * d + 0.5), most) > min(np.floor(lo * d + 0.5), most):
+                    if number < found.size:
+                        found[number] = i
+                    number += 1
+    return number
+
+
+@step
+def _steps_in(delta, room, lo, hi):
+    """How many steps some elements make between two eta."""
+    number = 0.0
+    for i in range(delta.size):
+        d, most = np.float64(abs(delta[i])), np.float64(room[i])
+        before, after = np.floor(lo * d + 0.5), np.floor(hi * d + 0.5)
+        number = plus(number, pick(after < most, after, most) - pick(before < most, before, most))
+    return number
+
+
 @step
 def _level(x, lower, step, last):
     """How many steps x lies above the lower bound, and the level there."""

@@ -25,6 +25,7 @@ from clipaware._kernels.compiled import (
     advance_row,
     begin_row,
     count_steps,
+    find_changes,
     find_room,
     make_steps,
     pull_rows,
@@ -279,11 +280,15 @@ def gains_by_key(moved: Array, after: Array, unit: Any, p: float, keys: Array, n
     return sums
 
 
-def made(delta: Array, room: Array, eta: float) -> Array:
-    """m itself."""
-    out = np.empty_like(room)
+def make(delta: Array, room: Array, eta: float, out: Array) -> None:
+    """Write m itself to `out`."""
     over_parts(partial(launch, make_steps, delta, room, eta, out), delta.size)
-    return out
+
+
+def changes(delta: Array, room: Array, lo: float, hi: float, most: int) -> Array:
+    """The elements that make steps between two eta, of which there are at most so many."""
+    found = np.empty(most, np.int64)
+    return found[: launch(find_changes, delta, room, lo, hi, found)]
 
 
 def room_on_grid(x: Array, delta: Array, lower: Any, step: Any, tolerance: Any, last: int, room: Array) -> int:
