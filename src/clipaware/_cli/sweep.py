@@ -51,6 +51,7 @@ def swept(
         task = Task(path, path, "eps", eps, 0, noise_seed)
         values, row = perturbed(task, dataclasses.replace(settings, norm=p), content.kind, "", part)
         made = dataclasses.replace(part, values=values)
+        del row["counted"]
         return made, row | {"delivered": distance(part, made, p)}
 
     sheet, rows, curves = [], [], {}
