@@ -545,6 +545,16 @@ def test_replay_of_norms_and_gray_noise(here):
     run("replay", "p/manifest.jsonl")
 
 
+def test_replay_says_so_if_bytes_differ(here):
+    run("perturb", "photo.png", "--out", "o", "--eps", "1")
+    (row,) = manifest("o/manifest.csv")
+    text = Path("o/manifest.csv").read_text()
+    Path("o/manifest.csv").write_text(text.replace(row["output_sha256"], "0" * 64))
+    assert (
+        "came out different from what the manifest tells of" in run("replay", "o/manifest.csv", "--out", "p", code=1)[1]
+    )
+
+
 def test_bad_manifests(here):
     assert "there is no such file" in fails("replay", "gone.csv")
     assert "expected a manifest that ends in" in fails("replay", "photo.png")
