@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
+import json
 import math
 import os
 import subprocess
@@ -11,14 +14,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 
 import clipaware as ca
+from clipaware import cli
 from clipaware._backends import numpy as backend
+from clipaware._cli import demo
 from clipaware.reference import directions, l2_clipping_aware_rescaling, naive_perturb, norm64
 
 Row = dict[str, Any]
@@ -863,6 +870,145 @@ def gpu_training_step(quick: bool) -> Iterator[Row]:
 
     if torch.cuda.is_available():
         yield from training_step("cuda", Residual.network(), (64, 3, 224, 224), 60.0, quick)
+
+
+@case
+def quantized_speed(quick: bool) -> Iterator[Row]:
+    """perturb_quantized beside the float perturb, on one picture of 1000 x 1000 x 3; float32, p = 2."""
+    rng = np.random.default_rng(0)
+    whole, drawn = rng.integers(0, 256, (1000, 1000, 3)), rng.standard_normal((1000, 1000, 3), np.float32)
+    x = (whole / 255).astype(np.float32)
+    for noise, delta in (("Gaussian", drawn), ("sign", np.sign(drawn))):
+        for eps in (3.0, 30.0, 300.0):
+            times = timed(
+                {
+                    "perturb": lambda: ca.perturb(x, delta, eps, axis=None),  # noqa: B023
+                    "perturb_quantized": lambda: ca.perturb_quantized(x, delta, eps, axis=None),  # noqa: B023
+                },
+                2 if quick else 15,
+            )
+            named = {f"{name}, {noise} noise, eps {eps:g}": found for name, found in times.items()}
+            where: Row = {"rows": 1, "n": x.size, "dtype": "float32", "p": 2}
+            yield from time_rows(named, **where)
+            yield ratio(named, *reversed(list(named)), **where)
+
+
+def cut_photographs(folder: Path, number: int) -> list[Path]:
+    """Pieces of the bundled photograph of 224 x 224, turned and of different brightness, as PNG."""
+    from PIL import Image
+
+    photograph, rng, paths = demo.photograph(), np.random.default_rng(0), []
+    for k in range(number):
+        top, left = rng.integers(0, 32, endpoint=True), rng.integers(0, 160, endpoint=True)
+        piece = photograph[top : top + 224, left : left + 224]
+        turned = np.rot90(piece, int(rng.integers(4))) ** rng.uniform(0.6, 1.6)
+        paths.append(folder / f"{k:04d}.png")
+        Image.fromarray(np.rint(255 * turned).astype(np.uint8)).save(paths[-1], compress_level=6)
+    return paths
+
+
+@case
+def files_throughput(quick: bool) -> Iterator[Row]:
+    """`clipaware perturb` of 1,000 PNGs of 224 x 224 on two threads, beside reading them, writing the same outputs
+    and reading these back with Pillow alone, at the same level of compression."""
+    from PIL import Image
+
+    # In turns of a few seconds, since machines are noisy.
+    number, turns = (30, 2) if quick else (100, 10)
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        folders = [root / f"in{k}" for k in range(turns)]
+        for folder in (*folders, root / "plain"):
+            folder.mkdir()
+        inputs = {folder: cut_photographs(folder, number) for folder in folders}
+
+        def perturbed(folder: Path) -> None:
+            with contextlib.redirect_stdout(io.StringIO()):
+                options = ["--eps", "3", "--out", str(folder / "out"), "--overwrite", "--jobs", "2"]
+                assert cli.main(["perturb", str(folder), *options]) == 0
+
+        def read_picture(path: Path) -> Any:
+            with Image.open(path) as image:
+                return np.asarray(image)
+
+        def copied(path: Path, output: Any) -> None:
+            read_picture(path)
+            with (root / "plain" / path.name).open("wb") as file:
+                Image.fromarray(output).save(file, "PNG", compress_level=6)
+            read_picture(root / "plain" / path.name)
+
+        def only_files(folder: Path) -> None:
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(copied, inputs[folder], outputs))
+
+        rates: dict[str, list[float]] = {"clipaware perturb": [], "files alone": []}
+        perturbed(folders[0])  # which compiles
+        for folder in folders:
+            for name, function in (("clipaware perturb", perturbed), ("files alone", only_files)):
+                start = time.perf_counter()
+                function(folder)
+                rates[name].append(number / (time.perf_counter() - start))
+                outputs = [read_picture(folder / "out" / f"{path.stem}_eps3.png") for path in inputs[folder]]
+        for name, found in rates.items():
+            low, median, high = np.quantile(found, [0.25, 0.5, 0.75])
+            yield {
+                "variant": name,
+                "n": 150_528,
+                "quantity": "rate",
+                "value": median,
+                "low": low,
+                "high": high,
+                "unit": "files/s",
+            }
+        shares = np.divide(rates["clipaware perturb"], rates["files alone"])
+        low, median, high = np.quantile(shares, [0.25, 0.5, 0.75])
+        yield {"variant": "clipaware perturb / files alone", "n": 150_528, "quantity": "share", "value": median,
+               "low": low, "high": high, "unit": ""}  # fmt: skip
+
+
+@case
+def saved_norms(quick: bool) -> Iterator[Row]:
+    """How far the norm that a written file holds is from what was asked for, by format; the SNR of a clipping sound."""
+    import soundfile
+    import tifffile
+    from PIL import Image
+
+    t = np.arange(32_000) / 16_000
+    voice = sum(np.sin(2 * np.pi * 120 * k * t) / k for k in range(1, 20)) * np.sin(2 * np.pi * 2.5 * t) ** 2
+    voice /= 1.02 * abs(voice).max()
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        photograph = np.clip(demo.photograph()[:224, :224], 0, 1)
+        eight, sixteen = (
+            np.rint(photograph * top).astype(dtype) for top, dtype in ((255, np.uint8), (65535, np.uint16))
+        )
+        Image.fromarray(eight).save(root / "8 bit PNG.png")
+        tifffile.imwrite(root / "16 bit TIFF.tif", sixteen, photometric="rgb")
+        tifffile.imwrite(root / "float TIFF.tif", photograph.astype(np.float32), photometric="rgb")
+        np.save(root / "float npy.npy", photograph.astype(np.float32))
+        soundfile.write(root / "16 bit WAV.wav", voice, 16_000, "PCM_16")
+        soundfile.write(root / "24 bit WAV.wav", voice, 16_000, "PCM_24")
+        runs: list[tuple[Path, tuple[str, ...], str]] = [
+            (path, ("--eps", "3"), kind) for path in sorted(root.iterdir()) for kind in ("gaussian", "rademacher")
+        ]
+        runs += [(root / "16 bit TIFF.tif", ("--eps", "3", "--format", "png"), "gaussian")]
+        runs += [(root / f"{bits} bit WAV.wav", ("--snr", "0"), "gaussian") for bits in (16, 24)]
+        for k, (path, options, kind) in enumerate(runs):
+            out = root / f"out{k}"
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                argv = ["perturb", str(path), *options, "--noise", kind, "--out", str(out), "--json"]
+                assert cli.main(argv) == 0
+            row = json.loads(printed.getvalue())
+            name = "16 bit PNG" if "png" in options else path.stem
+            where: Row = {"variant": f"{name}, {kind}, {options[0][2:]} {options[1]}"}
+            if options[0] == "--snr":
+                apart = -20 * math.log10(row["delivered"] / row["asked"])
+                yield {**where, "quantity": "SNR error", "value": apart, "unit": "dB"}
+                naive = -20 * math.log10(row["naive"] / row["asked"])
+                yield {**where, "quantity": "SNR error of naive scaling", "value": naive, "unit": "dB"}
+            else:
+                for quantity, held in (("norm error", "delivered"), ("norm error of naive scaling", "naive")):
+                    yield {**where, "quantity": quantity, "value": row[held] / row["asked"] - 1, "unit": "of eps"}
 
 
 @case

@@ -28,7 +28,8 @@ def run(code):
 
 
 def test_import_loads_no_framework():
-    heavy = "{'torch', 'jax', 'tensorflow', 'cupy', 'dask', 'numba', 'matplotlib', 'PIL', 'foolbox', 'eagerpy'}"
+    files = "'PIL', 'typer', 'rich', 'soundfile', 'tifffile'"
+    heavy = f"{{'torch', 'jax', 'tensorflow', 'cupy', 'dask', 'numba', 'matplotlib', 'foolbox', 'eagerpy', {files}}}"
     used = "import numpy as np; ca.perturb(np.full((2, 3), 0.5), np.ones((2, 3)), 0.1)"
     loaded = f"print(sorted({heavy} & set(sys.modules)))"
     assert run(f"import sys, clipaware as ca; {loaded}; {used}; {loaded}") == "[]\n['numba']"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 import torch
+from PIL import Image
 
+from clipaware import cli
 from clipaware._kernels import threads
 
 ROOT = Path(__file__).parent.parent
@@ -152,6 +156,49 @@ def test_adversarial_noise_page(tmp_path, monkeypatch):
     assert (tmp_path / "run" / "checkpoint.pt").exists()
     assert len(names["done"].history) == 3
     assert len(names["found"].accuracy) == 10
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A folder to be in with what the commands of the documentation speak of."""
+    monkeypatch.chdir(tmp_path)
+    Image.open(ROOT / "src" / "clipaware" / "data" / "coffee.jpg").save("photo.png")
+    t = np.arange(8000) / 8000
+    soundfile.write("speech.wav", 0.9 * np.sin(2 * np.pi * 200 * t) * np.sin(2 * np.pi * 3 * t), 8000)
+    soundfile.write("babble.wav", np.random.default_rng(0).uniform(-0.5, 0.5, 8000), 8000)
+
+
+def commands(path):
+    """The lines that call clipaware, in blocks of code of either kind."""
+    return re.findall(r"^(?:    )?clipaware (.*?)(?:  +#.*)?$", path.read_text(), re.MULTILINE)
+
+
+def test_command_line_of_the_readme(files, capsys):
+    first, second = commands(README)
+    assert cli.main(shlex.split(first)) == 0
+    for line in capsys.readouterr().out.splitlines()[:4]:
+        assert line in README.read_text()
+        assert line in (ROOT / "docs" / "command_line.md").read_text()
+    assert cli.main(shlex.split(second)) == 0
+    assert capsys.readouterr().out.count("identical") == 3
+
+
+def test_command_line_page(files, capsys):
+    page = ROOT / "docs" / "command_line.md"
+    lines = commands(page)
+    assert {line.split()[0] for line in lines} == {"perturb", "replay", "measure", "sweep"}
+    for line in lines:
+        assert cli.main(shlex.split(line)) == 0, line
+    capsys.readouterr()
+    (block,) = blocks(page)
+    names: dict = {}
+    exec(block, names)
+    assert f"# {capsys.readouterr().out.strip()}" in block
+    noise = names["mixed"] - np.rint(names["sound"] * 2**15) / 2**15
+    assert 10 * np.log10(np.sum(names["sound"] ** 2) / np.sum(noise**2)) == pytest.approx(6, abs=1e-4)
+    x = names["x"].astype(float).reshape(4, -1)
+    moved = names["w"].reshape(4, -1) - x
+    np.testing.assert_allclose(np.sqrt(np.mean(moved**2, axis=1)) / x.mean(axis=1), 0.1, rtol=1e-5)
 
 
 def test_table_is_as_printed():

@@ -4,12 +4,14 @@ from clipaware._api import l2_clipping_aware_rescaling, perturb, perturb_vjp, re
 from clipaware._check import UnreachableError
 from clipaware._kernels.threads import set_threads
 from clipaware._report import Report
+from clipaware.quantize import perturb_quantized
 
 __all__ = [
     "Report",
     "UnreachableError",
     "l2_clipping_aware_rescaling",
     "perturb",
+    "perturb_quantized",
     "perturb_vjp",
     "reach",
     "report",

@@ -288,6 +288,11 @@ def as_bound(bound: Any, like: Array) -> Array:
     return _as_array(bound, like.dtype, like)
 
 
+def returned(a: Any, like: Array) -> Array:
+    """NumPy's array as one of this framework, of that dtype and on that device."""
+    return _as_array(a, like.dtype, like)
+
+
 def _as_array(a: Any, dtype: Any, like: Array) -> Array:
     if isinstance(a, np.ndarray | np.generic):
         # By way of float64: what else NumPy has, other libraries may not know.

@@ -266,6 +266,12 @@ def as_bound(bound: Any, like: Array) -> Array:
     return jnp.asarray(bound, like.dtype)
 
 
+def returned(a: Any, like: Array) -> Array:
+    """NumPy's array as one of this framework, of that dtype and on that device."""
+    made = jnp.asarray(a, like.dtype)
+    return jax.device_put(made, like.sharding) if like.committed else made
+
+
 def result(a: Array, x: Array) -> Array:
     """In x's dtype, or float32 if that is wider."""
     return a.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)

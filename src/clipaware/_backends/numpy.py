@@ -56,6 +56,13 @@ def _buffer(buffers: dict[Any, Array], key: Any, like: Array, dtype: Any = None)
     return flat[: like.size * dtype.itemsize].view(dtype).reshape(like.shape)
 
 
+def scratch(key: Any, like: Array, dtype: Any) -> Array:
+    """An array to work in, of that shape: memory that this thread's next call finds again, unless it is much."""
+    if like.size > GROUP:
+        return np.empty(like.shape, dtype)
+    return _buffer(_kept.__dict__, ("scratch", key), like, dtype)
+
+
 def room(key: Any, block: Block, buffers: dict[Any, Array]) -> Array:
     """Distance from x to the bound that delta points to, with the sign of delta, in the buffer of that key."""
     distance = _bound_ahead(block.delta, block.lower, block.upper, _buffer(buffers, key, block.x))
@@ -161,7 +168,7 @@ def narrow(a: Array, numerics: Numerics) -> Array:
 
 def cast_like(a: Array, like: Array) -> Array:
     with np.errstate(over="ignore"):
-        return a.astype(like.dtype)
+        return a.astype(like.dtype, copy=False)
 
 
 def constant(a: Array) -> Array:
@@ -267,6 +274,11 @@ def as_eps(eps: Any, like: Array) -> Array:
 
 def as_bound(bound: Any, like: Array) -> Array:
     return np.asarray(bound, like.dtype)
+
+
+def returned(a: Array, like: Array) -> Array:
+    """In that dtype."""
+    return a.astype(like.dtype, copy=False)
 
 
 def sum_axes(a: Array, axes: tuple[int, ...]) -> Array:

@@ -272,6 +272,12 @@ def as_bound(bound: Any, like: Array) -> Array:
     return _as_tensor(bound, like.dtype)
 
 
+def returned(a: Any, like: Array) -> Array:
+    """NumPy's array as one of this framework, of that dtype and on that device."""
+    with tf.device(tf.convert_to_tensor(like).device):
+        return tf.cast(tf.constant(a), like.dtype)
+
+
 def _as_tensor(a: Any, dtype: Any) -> Array:
     return tf.cast(a if is_array(a) else tf.constant(np.asarray(a, np.float64)), dtype)
 

@@ -247,6 +247,11 @@ def as_bound(bound: Any, like: Array) -> Array:
     return _as_tensor(bound, like.dtype, like)
 
 
+def returned(a: Any, like: Array) -> Array:
+    """NumPy's array as one of this framework, of that dtype and on that device."""
+    return torch.from_numpy(a).to(like.device, like.dtype)
+
+
 def _as_tensor(a: Any, dtype: torch.dtype, like: Array) -> Array:
     if isinstance(a, torch.Tensor):
         return a.to(like.device, dtype)

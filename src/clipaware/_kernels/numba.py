@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any
 
@@ -24,10 +24,17 @@ from clipaware._kernels.compiled import (
     STATE,
     advance_row,
     begin_row,
+    count_steps,
+    find_changes,
+    find_room,
+    make_steps,
     pull_rows,
     sample_row,
     solve_rows,
+    sum_by_key,
+    sum_sizes,
     sweep_part,
+    write_steps,
 )
 from clipaware._math import DOUBLE, SINGLE
 
@@ -237,3 +244,61 @@ def vjp(
                     if bar is not None:
                         bar[part] = some_of_it
     return *bars, bound_sums if bound_sums.size else None, eps_bar
+
+
+def over_parts(work: Callable[[int, int], Any], n: int) -> list[Any]:
+    """What `work` returns for each part of a row: always the same parts, so that sums do not depend on the threads."""
+    edges = [*range(0, n, LONG), n]
+    found: list[Any] = [None] * (len(edges) - 1)
+
+    def piece(k: int) -> None:
+        found[k] = work(edges[k], edges[k + 1])
+
+    threads.run(piece, range(len(found)))
+    return found
+
+
+def count(delta: Array, room: Array, unit: Any, p: float, eta: float) -> tuple[float, float]:
+    """The sum of (unit*m)^p over a row, or the largest if p is infinite, and the sum of m, the whole steps of each
+    element on a grid: min(floor(eta*|delta| + 1/2), room)."""
+    order = ORDERS.get(p, ANY_ORDER)
+    found = over_parts(partial(launch, count_steps, delta, room, unit, eta, p, order), delta.size)
+    powers = [power for power, _ in found]
+    return max(powers) if p == math.inf else sum(powers), sum(number for _, number in found)
+
+
+def power_of(delta: Array, unit: Any, scale: float, p: float) -> float:
+    """The sum of (unit*scale*|delta|)^p over a row."""
+    order = ORDERS.get(p, ANY_ORDER)
+    return float(sum(over_parts(partial(launch, sum_sizes, delta, unit, scale, p, order), delta.size)))
+
+
+def gains_by_key(moved: Array, after: Array, unit: Any, p: float, keys: Array, number: int) -> Array:
+    """What going on from `moved` to `after` adds to the sum of powers, by the key of the element."""
+    sums = np.zeros(number)
+    launch(sum_by_key, moved, after, unit, p, ORDERS.get(p, ANY_ORDER), keys, sums)
+    return sums
+
+
+def make(delta: Array, room: Array, eta: float, out: Array) -> None:
+    """Write m itself to `out`."""
+    over_parts(partial(launch, make_steps, delta, room, eta, out), delta.size)
+
+
+def changes(delta: Array, room: Array, lo: float, hi: float, most: int) -> Array:
+    """The elements that make steps between two eta, of which there are at most so many."""
+    found = np.empty(most, np.int64)
+    return found[: launch(find_changes, delta, room, lo, hi, found)]
+
+
+def room_on_grid(x: Array, delta: Array, lower: Any, step: Any, tolerance: Any, last: int, room: Array) -> int:
+    """Fill `room` with the steps that each element has ahead, and return how many do not lie on the grid."""
+    grid = lower, step, tolerance, float(last)
+    return int(sum(over_parts(partial(launch, find_room, x, delta, *grid, room), x.size)))
+
+
+def write_on_grid(
+    x: Array, delta: Array, lower: Any, step: Any, span: Any, last: int, moved: Array, out: Array
+) -> None:
+    """Write to `out` where the elements of x are after that many steps."""
+    over_parts(partial(launch, write_steps, x, delta, lower, step, span, float(last), moved, out), x.size)

@@ -1,0 +1,222 @@
+"""Files of values: what the command line reads and writes, whatever their format."""
+
+from __future__ import annotations
+
+import math
+import os
+import zipfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Array = Any
+
+MOST = 2**28  # elements of a file, beyond which it counts as a bomb unless told otherwise
+
+
+class FileError(Exception):
+    """What is wrong with a file, in one line that names it."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """An array of a file: whole numbers from `first` on, that stand for `levels` values from low to high, or floats."""
+
+    values: Array
+    low: float
+    high: float
+    levels: int | None = None  # None for floats
+    first: int = 0
+
+    @property
+    def step(self) -> float:
+        return (self.high - self.low) / (self.levels - 1) if self.levels else 0.0
+
+    def real(self) -> Array:
+        """The values on the scale of low and high, in float64."""
+        if self.levels is None:
+            return self.values.astype(np.float64)
+        return (self.values.astype(np.float64) - self.first) * (self.high - self.low) / (self.levels - 1) + self.low
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a file holds. `extra` is what its format needs beside the values."""
+
+    kind: str  # "picture", "sound" or "array"
+    format: str
+    parts: dict[str, Part]  # by name in an .npz, else by ""
+    lossy: bool = False
+    extra: Any = field(default=None, repr=False)
+
+
+FORMATS = {  # by the ending of a file's name
+    ".png": "png",
+    ".jpg": "jpeg",
+    ".jpeg": "jpeg",
+    ".tif": "tiff",
+    ".tiff": "tiff",
+    ".webp": "webp",
+    ".bmp": "bmp",
+    ".wav": "wav",
+    ".flac": "flac",
+    ".ogg": "ogg",
+    ".npy": "npy",
+    ".npz": "npz",
+}
+KINDS = {
+    "picture": ("png", "jpeg", "tiff", "webp", "bmp"),
+    "sound": ("wav", "flac", "ogg"),
+    "array": ("npy", "npz"),
+}
+ENDINGS = {"jpeg": ".jpg", "tiff": ".tif"} | {name: f".{name}" for name in ("png", "webp", "bmp", "wav", "flac", "ogg")}
+LOSSY = ("jpeg", "ogg")  # however they are written
+
+
+def format_of(path: Path) -> str:
+    found = FORMATS.get(path.suffix.lower())
+    if found is None:
+        raise FileError(f"{path}: ends in {path.suffix or 'nothing'!r}, expected one of {' '.join(FORMATS)}")
+    return found
+
+
+def kind_of(format: str) -> str:
+    return next(kind for kind, formats in KINDS.items() if format in formats)
+
+
+def read(path: Path, most: int = MOST) -> Content:
+    """Read a file of any format; a FileError says what is wrong with it."""
+    try:
+        if not path.is_file():
+            raise FileError(f"{path}: {'is no file' if path.exists() else 'there is no such file'}")
+        format = format_of(path)
+        if path.stat().st_size == 0:
+            raise FileError(f"{path}: the file is empty")
+        content = _reader(format)(path, format, most)
+    except FileError:
+        raise
+    except MemoryError as error:
+        raise FileError(f"{path}: there is not enough memory for it") from error
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {error.strerror or one_line(error)}") from error
+    except Exception as error:  # whatever a library may raise on bytes that it does not understand
+        raise FileError(f"{path}: cannot be read as {format.upper()}: {one_line(error)}") from error
+    if not any(part.values.size for part in content.parts.values()):
+        raise FileError(f"{path}: has no {'samples' if content.kind == 'sound' else 'elements'}")
+    return content
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _reader(format: str) -> Callable[[Path, str, int], Content]:
+    if kind_of(format) == "picture":
+        from clipaware import images
+
+        return images.read
+    if kind_of(format) == "sound":
+        from clipaware import audio
+
+        return audio.read
+    return read_arrays
+
+
+def write(path: Path, content: Content, level: int = 6) -> None:
+    """Write a file, whole or not at all: under another name first, then renamed."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        try:
+            if content.kind == "picture":
+                from clipaware import images
+
+                images.write(partial, content, level)
+            elif content.kind == "sound":
+                from clipaware import audio
+
+                audio.write(partial, content)
+            else:
+                write_arrays(partial, content)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except FileError as error:
+        raise FileError(f"{path}: {error}") from error
+    except OSError as error:
+        raise FileError(f"{path}: cannot be written: {error.strerror or one_line(error)}") from error
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file, whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        try:
+            partial.write_bytes(content)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise FileError(f"{path}: cannot be written: {error.strerror or one_line(error)}") from error
+
+
+def not_too_large(path: Path, sizes: Iterable[int], most: int) -> None:
+    elements = math.prod(int(size) for size in sizes)
+    if elements > most:
+        raise FileError(
+            f"{path}: says that it has {elements:,} elements, more than the limit of {most:,} (--max-elements)"
+        )
+
+
+# --- .npy and .npz ----------------------------------------------------------------------------------------------------
+
+
+def read_arrays(path: Path, format: str, most: int) -> Content:
+    arrays = {}
+    if format == "npy":
+        with path.open("rb") as file:
+            arrays[""] = _read_npy(path, file, path.stat().st_size, most)
+    else:
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                with archive.open(entry) as member:
+                    arrays[entry.filename.removesuffix(".npy")] = _read_npy(path, member, entry.file_size, most)
+    return Content("array", format, {name: _part(path, a) for name, a in arrays.items()})
+
+
+def _read_npy(path: Path, file: Any, length: int, most: int) -> Array:
+    version = np.lib.format.read_magic(file)
+    reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = reader(file)
+    if dtype.hasobject:
+        raise FileError(f"{path}: holds Python objects, expected numbers")
+    not_too_large(path, shape, most)
+    if math.prod(shape) * dtype.itemsize > length:
+        raise FileError(f"{path}: is cut off: {length:,} bytes for an array of shape {shape} and dtype {dtype}")
+    flat = np.frombuffer(file.read(math.prod(shape) * dtype.itemsize), dtype).copy()
+    return flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
+
+
+def _part(path: Path, values: Array) -> Part:
+    name = values.dtype.newbyteorder("=").name
+    if name in ("uint8", "uint16"):
+        return Part(values, 0.0, 1.0, 256 if name == "uint8" else 65536)
+    if name == "int16":
+        return Part(values, -1.0, 1 - 2.0**-15, 65536, -(2**15))
+    if name in ("float16", "float32", "float64"):
+        return Part(values, 0.0, 1.0)
+    raise FileError(f"{path}: has dtype {name}, expected float16, float32, float64, uint8, uint16 or int16")
+
+
+def write_arrays(path: Path, content: Content) -> None:
+    with path.open("wb") as file:
+        if content.format == "npy":
+            np.save(file, content.parts[""].values, allow_pickle=False)
+        else:
+            # Not np.savez: its archives carry the time.
+            with zipfile.ZipFile(file, "w") as archive:
+                for name, part in content.parts.items():
+                    with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
+                        np.lib.format.write_array(member, np.asanyarray(part.values), allow_pickle=False)
