@@ -409,6 +409,7 @@ def test_bad_files_one_line_each_and_the_rest_goes_on(here):
     Path("in/empty.png").touch()
     Path("in/cut.png").write_bytes(good[: len(good) // 2])
     Path("in/text.png").write_text("no picture")
+    Path("notes.txt").write_text("no picture either")
     Image.open("photo.png").save("in/wrong.png", format="BMP")
     soundfile.write("in/silent.wav", np.zeros((0, 1)), 8000)
     np.save("in/nan.npy", np.array([0.5, np.nan]))
@@ -436,6 +437,12 @@ def test_bad_files_one_line_each_and_the_rest_goes_on(here):
         assert what in line
     assert len(lines) == 11
     assert files("o") == ["fine_contrast0.01.png", "manifest.csv"]
+
+
+def test_sizes_without_commas(here):
+    err = fails("perturb", "photo.png", "--out", "o", "--eps", "3", "20", code=2)
+    assert "20: there is no such file; several sizes have commas between them, as in --eps 3,20" in err
+    assert not Path("o").exists()
 
 
 def test_bombs(here):

@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -93,6 +94,10 @@ def find_inputs(given: list[Path], out: Path) -> tuple[list[tuple[Path, str]], l
     """Files, each with the name under which it goes to `out`; and what is wrong with the inputs that give none."""
     found, errors, below = [], [], out.resolve()
     for path in given:
+        if re.fullmatch(r"[-+.\d]+", str(path)) and not path.exists():
+            raise CommandError(
+                f"{path}: there is no such file; several sizes have commas between them, as in --eps 3,20"
+            )
         if not path.is_dir():
             found.append((path, path.name))
             continue
