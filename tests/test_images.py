@@ -193,6 +193,7 @@ def test_bad_png16(tmp_path):
         (png(values, filtered(values, [4] * 6)[:-9]), "is cut off"),
         (png(values, b"\x09" + filtered(values, [4] * 6)[1:]), "there is no filter 9"),
         (png(values[:0], b""), "has no elements"),
+        (good[:33] + chunk(b"acTL", struct.pack(">2I", 2, 0)) + good[33:], "has 2 frames, expected one picture"),
     ):
         path.write_bytes(bad)
         with pytest.raises(FileError, match=what) as raised:
@@ -235,6 +236,8 @@ def test_what_a_format_cannot_hold_is_not_written(tmp_path):
         failing("a.bmp", bitmap, "BMP has no alpha channel, and this has one; choose --format png")
     long = dataclasses.replace(picture((1, 16384, 3), "uint8"), format="webp")
     failing("a.webp", long, "WEBP has at most 16383 pixels a side")
+    fine = dataclasses.replace(picture((4, 5, 3), "uint8", dpi=(254000.0, 254000.0)), format="jpeg")
+    failing("a.jpg", fine, "JPEG has at most 65535 dots per inch, and this has 254000")
 
 
 def test_bad_pictures(tmp_path):
@@ -420,7 +423,7 @@ def test_channels_of_a_tiff_that_are_not_alpha_are_data(tmp_path):
         np.testing.assert_array_equal(tifffile.imread(tmp_path / "b.tif"), values)
         with tifffile.TiffFile(tmp_path / "b.tif") as file:
             assert list(file.pages[0].extrasamples) == extras
-        with pytest.raises(FileError, match=r"PNG holds grey or RGB, and this has . other channels"):
+        with pytest.raises(FileError, match=f"PNG cannot hold {shape[-1]} channels that are not RGB"):
             write(tmp_path / "b.png", dataclasses.replace(found, format="png"))
     tiff_with(tmp_path / "a.tif", values[..., :5], [2, 0])
     with pytest.raises(FileError, match="has an alpha channel before others"):

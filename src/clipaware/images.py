@@ -90,7 +90,7 @@ def _check_fits(format: str, part: Part, extra: Extra) -> None:
     if len(shape) > 2 + part.channels:
         raise FileError(f"{name} holds one picture, and this has shape {shape}; choose --format tiff")
     if part.channels and (shape[-1] != 3 or extra.photometric not in (None, "rgb")):
-        raise FileError(f"{name} holds grey or RGB, and this has {shape[-1]} other channels; choose --format tiff")
+        raise FileError(f"{name} cannot hold {shape[-1]} channels that are not RGB; choose --format tiff")
     if dtype != np.uint8 and not (dtype == np.uint16 and format == "png"):
         bits = "8 or 16 bits" if format == "png" else "8 bits"
         raise FileError(
@@ -101,6 +101,8 @@ def _check_fits(format: str, part: Part, extra: Extra) -> None:
     if format == "bmp" and (extra.profile or extra.orientation != 1):
         what = "a colour profile" if extra.profile else "an EXIF orientation"
         raise FileError(f"BMP cannot hold {what}, and this has one; choose --format png")
+    if format == "jpeg" and extra.dpi and max(extra.dpi) > 65535:
+        raise FileError(f"JPEG has at most 65535 dots per inch, and this has {max(extra.dpi):.0f}; choose --format png")
     if format == "webp" and not part.channels:
         raise FileError("WEBP has colour always, and this is grey; choose --format png")
     if format == "webp" and max(shape[:2]) > 16383:
@@ -403,6 +405,8 @@ def _read_png16(path: Path, most: int) -> Content:
             if name == b"IHDR":
                 header = _header(path, data)
                 not_too_large(path, (header.width, header.height, CHANNELS[header.colour]), most)
+            elif name == b"acTL" and (frames := struct.unpack(">2I", data)[0]) > 1:
+                raise FileError(f"{path}: has {frames} frames, expected one picture")
             elif name == b"IDAT":
                 pixels.append(data)
             elif name == b"tRNS":
