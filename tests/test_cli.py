@@ -305,7 +305,14 @@ def test_resume(many, monkeypatch):
 def test_interrupted_from_outside(many):
     """A real signal to a real process."""
     argv = [sys.executable, "-m", "clipaware.cli", "perturb", "in", "--out", "o", "--eps", "1", "--repeats", "400"]
-    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        argv,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Shells have what they start in the background ignore it, and so would this then.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + 120
     while not Path("o/manifest.csv").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
