@@ -900,6 +900,16 @@ def test_the_manifest_keeps_what_other_runs_made(here):
     run("replay", "o/manifest.csv")
 
 
+def test_what_cannot_be_made_again_stays_in_the_manifest(here):
+    run("perturb", "photo.png", "--eps", "1,2", "--out", "o")
+    before = manifest("o/manifest.csv")
+    Path("photo.png").write_bytes(b"junk")
+    for option in ("--overwrite", "--resume"):
+        fails("perturb", "photo.png", "--eps", "1", "--out", "o", option, code=1)
+        assert sorted(row["output"] for row in manifest("o/manifest.csv")) == ["photo_eps1.png", "photo_eps2.png"]
+    assert sorted(map(str, before)) == sorted(map(str, manifest("o/manifest.csv")))
+
+
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
 def test_a_line_that_was_cut_off_spoils_no_other(many, monkeypatch, kind):
     run("perturb", "in", "--out", "o", "--eps", "1", "--manifest", kind)

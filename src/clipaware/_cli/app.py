@@ -246,9 +246,9 @@ def perturb(
 
 def _before(
     record: Manifest, tasks: list[Task], settings: Settings, resume: bool, overwrite: bool
-) -> dict[Path, list[Row]]:
-    """What the manifest tells of outputs that are there: of other runs, and of this one, if it is resumed. Without
-    leave, nothing is to be there."""
+) -> tuple[dict[Path, list[Row]], set[Path]]:
+    """What the manifest tells of outputs that are there, and which of them this run need not make again. Without leave,
+    nothing is to be there."""
     if record.path.exists() and not (resume or overwrite):
         raise CommandError(f"{record.path} exists; choose --resume, --overwrite or another --out")
     there = [task.output for task in tasks if task.output.exists()]
@@ -259,11 +259,8 @@ def _before(
     for row in record.load() if record.path.exists() else []:
         if row["output"].exists():
             rows.setdefault(row["output"], []).append(row)
-    for task in tasks:
-        found = rows.get(real(task.output), [])
-        if overwrite or (resume and not _kept(task, found, settings, record)):
-            rows.pop(real(task.output), None)
-    return rows
+    there_already = ((real(task.output), task) for task in tasks if resume)
+    return rows, {path for path, task in there_already if _kept(task, rows.get(path, []), settings, record)}
 
 
 def _kept(task: Task, found: list[Row], settings: Settings, record: Manifest) -> bool:
@@ -309,20 +306,19 @@ def _perturb(
     resume: bool,
     overwrite: bool,
 ) -> None:
-    root, listed = record.base, record.outputs()
-    rows = _before(record, tasks, settings, resume, overwrite)
-    known = [task for task in tasks if real(task.output) in rows]
+    root = record.base
+    rows, known = _before(record, tasks, settings, resume, overwrite)
     # What the manifest does not know of is not to be written over, unless with leave.
     todo = [
-        dataclasses.replace(task, replaces=overwrite or real(task.output) in listed)
+        dataclasses.replace(task, replaces=overwrite or real(task.output) in rows)
         for task in tasks
-        if real(task.output) not in rows
+        if real(task.output) not in known
     ]
     if record.path.exists():
         record.replace(row for found in rows.values() for row in found)
     for error in errors:
         show.error(f"error: {error}")
-    failed = len(errors)
+    failed, whole = len(errors), set(known)
     plain = not show.on_terminal() and not json_lines
     if plain and todo:
         print(show.line(show.HEADER))
@@ -334,6 +330,7 @@ def _perturb(
                 continue
             record.add(result)
             rows[real(task.output)] = result
+            whole.add(real(task.output))
             for row in result:
                 if not row["reachable"]:
                     show.error(
@@ -343,7 +340,7 @@ def _perturb(
                     print(show.as_json(row), flush=True)
                 elif plain:
                     print(show.line(show.cells(row, root)), flush=True)
-    done = [row for task in tasks for row in rows.pop(real(task.output), [])]
+    done = [row for task in tasks if real(task.output) in whole for row in rows.pop(real(task.output))]
     others = [row for found in rows.values() for row in found]
     if done or others:
         record.replace([*others, *done])

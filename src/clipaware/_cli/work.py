@@ -451,9 +451,6 @@ class Manifest:
     def __init__(self, path: Path) -> None:
         self.path, self.base = path, path.parent
 
-    def outputs(self) -> set[Path]:
-        return {row["output"] for row in self.load()} if self.path.exists() else set()
-
     def load(self) -> list[Row]:
         """The rows that are there. The last line of an interrupted run may be cut off, and does not count."""
         try:
@@ -466,12 +463,13 @@ class Manifest:
                 rows = [json.loads(line) for line in lines[:-1] if line]
             else:
                 rows = list(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])))
-            found = [self._loaded(row) for row in rows]
+            # Of an output that was made again, the last row counts.
+            found = {(row["output"], row["part"]): row for row in map(self._loaded, rows)}
         except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
             raise CommandError(
                 f"{self.path} is no manifest of clipaware perturb: {type(error).__name__}: {error}"
             ) from error
-        return found
+        return list(found.values())
 
     def _loaded(self, row: Row) -> Row:
         row = {name: row[name] for name in COLUMNS}
