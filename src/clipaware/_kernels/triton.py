@@ -659,6 +659,13 @@ def _solve_carefully(
 
 
 @triton.jit
+def _backwards(parts):
+    """The row of a program, and the part of it: the last ones first, which the pass before has left in the cache."""
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    return program.to(tl.int64) // parts, program % parts
+
+
+@triton.jit
 def _start(
     x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, eps, eps_row, n, state, flags, counts,
     P: tl.constexpr, DOUBLE: tl.constexpr, LOW: tl.constexpr, UP: tl.constexpr, SIZE: tl.constexpr, RUN: tl.constexpr,
@@ -1006,8 +1013,7 @@ def _write(
 ):  # fmt: skip
     """The array, and whether its norm is right: if so the row is DONE, and if not it has a better scale. Without an
     array, a step of Newton's from c instead. `AGAIN` also takes the rows that are out of reach."""
-    index = tl.program_id(0).to(tl.int64) // parts
-    part = tl.program_id(0) % parts
+    index, part = _backwards(parts)
     flag = tl.load(flags + index * 4)
     corner = flag == CORNER if AGAIN else False
     if (flag != FOUND) & (flag != SETTLED) & (~corner if AGAIN else True):
@@ -1362,8 +1368,7 @@ def _pull_write(
     DOUBLE: tl.constexpr, LOW: tl.constexpr, UP: tl.constexpr, SEGMENT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The other gradients of long rows."""
-    index = tl.program_id(0).to(tl.int64) // parts
-    part = tl.program_id(0) % parts
+    index, part = _backwards(parts)
     k, code, of_eta, of_ratio, inv = _pull_scalars(eps, eps_row, eta, status, index, DOUBLE)
     if code == AT_ZERO:
         return
