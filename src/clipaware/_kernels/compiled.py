@@ -1203,3 +1203,79 @@ def write_steps(x, delta, lower, step, span, last, moved, out, start, stop):
     grid = cut(lower, start, stop), cut(step, start, stop), cut(span, start, stop)
     part = slice(start, stop)
     _write_steps(x[part], delta[part], *grid, last, moved[part], out[part])
+
+
+# --- rows in parts ----------------------------------------------------------------------------------------------------
+
+
+@step
+def _look_ahead(x, delta, a, b, eps, enough, p, order, found):
+    bad, top, unit, total, most = found[0], found[1], found[2], found[3], found[4]
+    least, last, ceiling, largest, far = found[5], found[6], found[7], found[8], found[9]
+    for i in range(x.size):
+        d = np.float64(abs(delta[i]))
+        low, high = at(a, i), at(b, i)
+        if not (abs(x[i]) < np.inf and d < np.inf and low <= high):
+            bad = 1.0
+            continue
+        here = min(max(x[i], low), high)
+        s = abs(np.float64(pick(delta[i] < 0, low, high)) - np.float64(here))
+        w = min(s / eps, 1 + 2.0**-50)
+        far = max(far, np.float64(abs(here)))
+        top = max(top, d)
+        if d > 0 and w > 0:
+            q = min(w / d, 1.7976931348623157e308)
+            least, last, ceiling = min(least, q), max(last, q), max(ceiling, s / d)
+            if s >= enough:
+                largest = max(largest, d)
+            most += raised(w, p, order)
+            if d > unit:
+                total *= raised(unit / d, p, order)
+                unit = d
+            total += raised(d / unit, p, order)
+    found[0], found[1], found[2], found[3], found[4] = bad, top, unit, total, most
+    found[5], found[6], found[7], found[8], found[9] = least, last, ceiling, largest, far
+
+
+@entry
+def look_at_rows(x, delta, lower, upper, eps, enough, p, order, found):
+    """A Look of ``clipaware._rounds`` at each row, added to what `found` has."""
+    for i in range(x.shape[0]):
+        _look_ahead(x[i], delta[i], of_row(lower, i), of_row(upper, i), eps[i], enough[i], p, order, found[i])
+
+
+@step
+def _tally(x, delta, a, b, eps, first, shift, edges, p, order, found):
+    bins = edges.size - 1
+    above, below = 0.0, 0.0
+    end = edges[bins]
+    for i in range(x.size):
+        d = np.float64(abs(delta[i]))
+        low, high = at(a, i), at(b, i)
+        here = min(max(x[i], low), high)
+        s = np.float64(pick(delta[i] < 0, low, high)) - np.float64(here)
+        w = min(abs(s) / eps, 1 + 2.0**-50)
+        if d > 0 and w > 0:
+            q = min(w / d, 1.7976931348623157e308)
+            k = (bits_of(q) - first) >> shift
+            if k < 0:
+                below += raised(w, p, order)
+            elif k >= bins:
+                above += raised(end * d, p, order)
+            else:
+                mine = found[k + 1]
+                mine[0] += raised(edges[k] * d, p, order)
+                mine[1] += raised(w, p, order)
+                mine[2], mine[3] = min(mine[2], q), max(mine[3], q)
+    found[0, 1] += below
+    found[bins + 1, 0] += above
+
+
+@entry
+def tally_rows(x, delta, lower, upper, done, eps, first, shift, edges, p, order, found):
+    """Into bins between `edges`, whose bits are evenly spaced, go the breakpoints min(s/eps, 1)/|delta| of each row:
+    sums of (edge*|delta|)^p and of min(s/eps, 1)^p, the least and the largest. Below and above there is a bin each."""
+    for i in range(x.shape[0]):
+        if done[i] == 0:
+            a, b = of_row(lower, i), of_row(upper, i)
+            _tally(x[i], delta[i], a, b, eps[i], first[i], shift[i], edges[i], p, order, found[i])

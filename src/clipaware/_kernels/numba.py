@@ -27,6 +27,7 @@ from clipaware._kernels.compiled import (
     count_steps,
     find_changes,
     find_room,
+    look_at_rows,
     make_steps,
     pull_rows,
     sample_row,
@@ -34,6 +35,7 @@ from clipaware._kernels.compiled import (
     sum_by_key,
     sum_sizes,
     sweep_part,
+    tally_rows,
     write_steps,
 )
 from clipaware._math import DOUBLE, SINGLE
@@ -302,3 +304,23 @@ def write_on_grid(
 ) -> None:
     """Write to `out` where the elements of x are after that many steps."""
     over_parts(partial(launch, write_steps, x, delta, lower, step, span, float(last), moved, out), x.size)
+
+
+def look_ahead(x: Array, delta: Array, lower: Array, upper: Array, eps: Array, enough: Array, p: float) -> Array:
+    """A Look of ``clipaware._rounds`` at a tile. On one thread: its caller has others."""
+    working: Any = np.float64 if x.dtype == np.float64 else np.float32
+    found = np.zeros((len(x), 11))
+    found[:, 5] = math.inf
+    arrays = easy(x, working), easy(delta, working), *easy_bounds(lower, upper, x.shape[1], working)
+    per_row = [easy(np.broadcast_to(a, (len(x), 1))[:, 0], np.float64) for a in (eps, enough)]
+    launch(look_at_rows, *arrays, *per_row, p, ORDERS.get(p, ANY_ORDER), found)
+    return found
+
+
+def tally(x: Array, delta: Array, lower: Array, upper: Array, per_row: list[Array], p: float, found: Array) -> None:
+    """Add the breakpoints of a tile to their bins, as ``clipaware._rounds`` has it. On one thread, too."""
+    working: Any = np.float64 if x.dtype == np.float64 else np.float32
+    arrays = easy(x, working), easy(delta, working), *easy_bounds(lower, upper, x.shape[1], working)
+    done, eps, first, shift, edges = (easy(a, a.dtype) for a in per_row)
+    numbers = done[:, 0], eps[:, 0], first[:, 0], shift[:, 0], edges
+    launch(tally_rows, *arrays, *numbers, p, ORDERS.get(p, ANY_ORDER), found)
