@@ -42,7 +42,6 @@ class Look(NamedTuple):
     most: Array  # the sum of w^p: f where everything is clipped
     least: Array  # the smallest breakpoint
     last: Array  # the largest
-    ceiling: Array  # the least eta that clips everything
     largest: Array  # the largest |delta| of what can move by eps
     far: Array  # the largest |x|
     plain: Array  # the sum of powers of clip(x + delta) - x, as rounded, over eps
@@ -79,13 +78,13 @@ def look(
 ) -> Array:
     """Look, of a tile; `measure` if the norm of clip(x + delta) is wanted, too."""
     eps = np.where(eps > 0, eps, 1.0)
-    enough = eps * (1 - 8 * numerics.ulp)
+    enough = 1 - 8 * numerics.ulp
     kernels = host.kernels()
     if kernels is not None and not measure:
         return kernels.look_ahead(x, delta, lower, upper, eps, enough, p)
     block = _math.Block(*(host.narrow(a, numerics) for a in (x, delta, lower, upper)))
     kept = np.clip(block.x, block.lower, block.upper)
-    rooms, w = _rooms(block._replace(x=kept), eps)
+    w = _rooms(block._replace(x=kept), eps)
     d, moves = abs(block.delta).astype(np.float64), w > 0
     unit = host.row_max(np.where(moves, d, 0.0))
     q = _breakpoints(w, d)
@@ -98,8 +97,7 @@ def look(
         most=_sum(_math.power(host, w, order)),
         least=np.where(moves, q, math.inf).min(axis=-1, keepdims=True),
         last=host.row_max(np.where(moves, q, 0.0)),
-        ceiling=host.row_max(np.where(d > 0, rooms / np.where(d > 0, d, 1.0), 0.0)),
-        largest=host.row_max(np.where((rooms >= enough) & moves, d, 0.0)),
+        largest=host.row_max(np.where((w >= enough) & moves, d, 0.0)),
         far=host.row_max(abs(kept)),
         plain=_norm_power(_added(kept, block.delta, block, x.dtype), kept, eps, p),
     )
@@ -110,11 +108,10 @@ def _sum(a: Array) -> Array:
     return a.sum(axis=-1, keepdims=True, dtype=np.float64)
 
 
-def _rooms(block: _math.Block, eps: Array) -> tuple[Array, Array]:
-    """s, and w; both 0 where nothing moves."""
+def _rooms(block: _math.Block, eps: Array) -> Array:
+    """w, or 0 where nothing moves."""
     ahead = _math.bound_ahead(host, block.delta, block.lower, block.upper).astype(np.float64)
-    rooms = np.where(block.delta == 0, 0.0, abs(ahead - block.x))
-    return rooms, np.minimum(rooms / eps, CAP)
+    return np.minimum(np.where(block.delta == 0, 0.0, abs(ahead - block.x)) / eps, CAP)
 
 
 def _breakpoints(w: Array, d: Array) -> Array:
@@ -152,7 +149,8 @@ def begun(a: Array, eps: Array, p: float, n: int, numerics: Numerics, mode: str,
         free = ~short & (start <= seen.least)
     T = np.where(short, seen.last, start)
     lo, hi = np.maximum(start, seen.least), seen.last
-    eta = np.where(unreachable, np.minimum(seen.ceiling, HUGE), T * eps)
+    # What cannot reach eps has less room than eps in every element: there, the last breakpoint is one of delta's own.
+    eta = np.minimum(np.where(unreachable, seen.last, T) * eps, HUGE)
     # How far rounding moves an element, twice over, times as many as there are.
     spread = n ** (1 / p) if p < math.inf else 1.0
     margin = 2 * numerics.ulp * (seen.far + 2 * eps) * spread / eps
@@ -191,7 +189,7 @@ def tally(x: Array, delta: Array, eps: Array, lower: Array, upper: Array, state:
         kernels.tally(x, delta, lower, upper, numbers, p, found)
         return found.reshape(rows, -1)
     block = _math.Block(*(host.narrow(a, numerics) for a in (x, delta, lower, upper)))
-    _, w = _rooms(block._replace(x=np.clip(block.x, block.lower, block.upper)), eps)
+    w = _rooms(block._replace(x=np.clip(block.x, block.lower, block.upper)), eps)
     d = abs(block.delta).astype(np.float64)
     q = _breakpoints(w, d)
     place = np.clip((q.view(np.int64) - first) >> shift, -1, bins) + 1
@@ -298,12 +296,15 @@ def _added(x: Array, step: Array, block: _math.Block, dtype: Any) -> Array:
 def written(x: Array, delta: Array, lower: Array, upper: Array, state: Array, numerics: Numerics) -> Array:
     """v of a tile."""
     now = columns(State, state)
-    block = _math.Block(*(host.narrow(a, numerics) for a in (x, delta, lower, upper)))
-    kept = np.clip(block.x, block.lower, block.upper)
     # Split so that an eta which is too large or too small for the dtype loses nothing.
     m = host.pow2(1 / np.where(now.eta > 0, now.eta, 1.0), numerics)
-    step = block.delta * host.narrow(1 / m, numerics) * host.narrow(now.eta * m, numerics)
-    v = _added(kept, step, block, x.dtype)
+    K, dm = host.narrow(now.eta * m, numerics), host.narrow(1 / m, numerics)
+    kernels = host.kernels()
+    if kernels is not None and x.dtype.itemsize > 2 and (now.status == REGULAR).all() and not now.lost.any():
+        return kernels.move(x, delta, lower, upper, K, dm)
+    block = _math.Block(*(host.narrow(a, numerics) for a in (x, delta, lower, upper)))
+    kept = np.clip(block.x, block.lower, block.upper)
+    v = _added(kept, block.delta * dm * K, block, x.dtype)
     corner, still = now.status == UNREACHABLE, (now.status == ZERO) | (now.status == AT_ZERO)
     if corner.any():
         ahead = _math.bound_ahead(host, block.delta, block.lower, block.upper)

@@ -1209,73 +1209,107 @@ def write_steps(x, delta, lower, step, span, last, moved, out, start, stop):
 
 
 @step
-def _look_ahead(x, delta, a, b, eps, enough, p, order, found):
+def _room(x, delta, low, high, inv):
+    """Where x is, inside its bounds, and min(s/eps, 1), a little more being as good."""
+    here = min(max(x, low), high)
+    return here, min(abs(np.float64(pick(delta < 0, low, high)) - np.float64(here)) * inv, 1 + 2.0**-50)
+
+
+@step
+def _look_ahead(x, delta, a, b, inv, enough, p, order, found):
     bad, top, unit, total, most = found[0], found[1], found[2], found[3], found[4]
-    least, last, ceiling, largest, far = found[5], found[6], found[7], found[8], found[9]
+    least, last, largest, far = found[5], found[6], found[7], found[8]
+    per = 1 / unit
     for i in range(x.size):
         d = np.float64(abs(delta[i]))
         low, high = at(a, i), at(b, i)
         if not (abs(x[i]) < np.inf and d < np.inf and low <= high):
             bad = 1.0
             continue
-        here = min(max(x[i], low), high)
-        s = abs(np.float64(pick(delta[i] < 0, low, high)) - np.float64(here))
-        w = min(s / eps, 1 + 2.0**-50)
+        here, w = _room(x[i], delta[i], low, high, inv)
         far = max(far, np.float64(abs(here)))
         top = max(top, d)
         if d > 0 and w > 0:
             q = min(w / d, 1.7976931348623157e308)
-            least, last, ceiling = min(least, q), max(last, q), max(ceiling, s / d)
-            if s >= enough:
+            least, last = min(least, q), max(last, q)
+            if w >= enough:
                 largest = max(largest, d)
             most += raised(w, p, order)
             if d > unit:
                 total *= raised(unit / d, p, order)
-                unit = d
-            total += raised(d / unit, p, order)
+                unit, per = d, 1 / d
+            total += raised(d * per if per < np.inf else d / unit, p, order)
     found[0], found[1], found[2], found[3], found[4] = bad, top, unit, total, most
-    found[5], found[6], found[7], found[8], found[9] = least, last, ceiling, largest, far
+    found[5], found[6], found[7], found[8] = least, last, largest, far
 
 
 @entry
-def look_at_rows(x, delta, lower, upper, eps, enough, p, order, found):
+def look_at_rows(x, delta, lower, upper, inv, enough, p, order, found):
     """A Look of ``clipaware._rounds`` at each row, added to what `found` has."""
     for i in range(x.shape[0]):
-        _look_ahead(x[i], delta[i], of_row(lower, i), of_row(upper, i), eps[i], enough[i], p, order, found[i])
+        _look_ahead(x[i], delta[i], of_row(lower, i), of_row(upper, i), inv[i], enough, p, order, found[i])
 
 
-@step
-def _tally(x, delta, a, b, eps, first, shift, edges, p, order, found):
-    bins = edges.size - 1
-    above, below = 0.0, 0.0
-    end = edges[bins]
+@loop
+def _sides(x, delta, a, b, inv, start, end, p, order):
+    """Sums over the elements whose breakpoints are below a bracket and above, and how many are inside."""
+    below, above, inside = 0.0, 0.0, 0.0
     for i in range(x.size):
         d = np.float64(abs(delta[i]))
         low, high = at(a, i), at(b, i)
         here = min(max(x[i], low), high)
-        s = np.float64(pick(delta[i] < 0, low, high)) - np.float64(here)
-        w = min(abs(s) / eps, 1 + 2.0**-50)
-        if d > 0 and w > 0:
-            q = min(w / d, 1.7976931348623157e308)
-            k = (bits_of(q) - first) >> shift
-            if k < 0:
-                below += raised(w, p, order)
-            elif k >= bins:
-                above += raised(end * d, p, order)
-            else:
-                mine = found[k + 1]
-                mine[0] += raised(edges[k] * d, p, order)
-                mine[1] += raised(w, p, order)
-                mine[2], mine[3] = min(mine[2], q), max(mine[3], q)
-    found[0, 1] += below
-    found[bins + 1, 0] += above
+        w = min(abs(np.float64(pick(delta[i] < 0, low, high)) - np.float64(here)) * inv, 1 + 2.0**-50)
+        before, after = w < start * d, w >= end * d
+        below = plus(below, pick(before, raised(w, p, order), 0.0))
+        above = plus(above, pick(after, raised(end * d, p, order), 0.0))
+        inside = plus(inside, pick(before | after, 0.0, 1.0))
+    return below, above, inside
+
+
+@step
+def _tally(x, delta, a, b, inv, first, shift, edges, p, order, found):
+    bins = edges.size - 1
+    start, end = edges[0], edges[bins]
+    for i in range(x.size):
+        d = np.float64(abs(delta[i]))
+        _, w = _room(x[i], delta[i], at(a, i), at(b, i), inv)
+        if w >= start * d and w < end * d and w > 0:
+            q = w / d
+            k = min(max((bits_of(q) - first) >> shift, 0), bins - 1)
+            mine = found[k + 1]
+            mine[0] += raised(edges[k] * d, p, order)
+            mine[1] += raised(w, p, order)
+            mine[2], mine[3] = min(mine[2], q), max(mine[3], q)
 
 
 @entry
-def tally_rows(x, delta, lower, upper, done, eps, first, shift, edges, p, order, found):
+def tally_rows(x, delta, lower, upper, done, inv, first, shift, edges, p, order, found):
     """Into bins between `edges`, whose bits are evenly spaced, go the breakpoints min(s/eps, 1)/|delta| of each row:
     sums of (edge*|delta|)^p and of min(s/eps, 1)^p, the least and the largest. Below and above there is a bin each."""
+    bins = edges.shape[1] - 1
     for i in range(x.shape[0]):
         if done[i] == 0:
-            a, b = of_row(lower, i), of_row(upper, i)
-            _tally(x[i], delta[i], a, b, eps[i], first[i], shift[i], edges[i], p, order, found[i])
+            a, b, sides = of_row(lower, i), of_row(upper, i), (edges[i, 0], edges[i, bins])
+            for left in range(0, x.shape[1], 64):
+                right = min(left + 64, x.shape[1])
+                part = x[i, left:right], delta[i, left:right], cut(a, left, right), cut(b, left, right)
+                below, above, inside = _sides(*part, inv[i], *sides, p, order)
+                found[i, 0, 1] += below
+                found[i, bins + 1, 0] += above
+                if inside > 0:
+                    _tally(*part, inv[i], first[i], shift[i], edges[i], p, order, found[i])
+
+
+@loop
+def _move(x, delta, a, b, K, dm, out):
+    for i in range(x.size):
+        low, high = at(a, i), at(b, i)
+        here = min(max(x[i], low), high)
+        out[i] = min(max(here + (delta[i] * dm) * K, low), high)
+
+
+@entry
+def move_rows(x, delta, lower, upper, K, dm, out):
+    """clip(x + (K*dm)*delta), with x clipped before."""
+    for i in range(x.shape[0]):
+        _move(x[i], delta[i], of_row(lower, i), of_row(upper, i), K[i], dm[i], out[i])

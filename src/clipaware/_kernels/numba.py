@@ -29,6 +29,7 @@ from clipaware._kernels.compiled import (
     find_room,
     look_at_rows,
     make_steps,
+    move_rows,
     pull_rows,
     sample_row,
     solve_rows,
@@ -306,21 +307,31 @@ def write_on_grid(
     over_parts(partial(launch, write_steps, x, delta, lower, step, span, float(last), moved, out), x.size)
 
 
-def look_ahead(x: Array, delta: Array, lower: Array, upper: Array, eps: Array, enough: Array, p: float) -> Array:
+def look_ahead(x: Array, delta: Array, lower: Array, upper: Array, eps: Array, enough: float, p: float) -> Array:
     """A Look of ``clipaware._rounds`` at a tile. On one thread: its caller has others."""
-    working: Any = np.float64 if x.dtype == np.float64 else np.float32
-    found = np.zeros((len(x), 11))
+    arrays = _tile(x, delta, lower, upper)
+    found = np.zeros((len(x), 10))
     found[:, 5] = math.inf
-    arrays = easy(x, working), easy(delta, working), *easy_bounds(lower, upper, x.shape[1], working)
-    per_row = [easy(np.broadcast_to(a, (len(x), 1))[:, 0], np.float64) for a in (eps, enough)]
-    launch(look_at_rows, *arrays, *per_row, p, ORDERS.get(p, ANY_ORDER), found)
+    inv = easy(np.broadcast_to(1 / eps, (len(x), 1))[:, 0], np.float64)
+    launch(look_at_rows, *arrays, inv, enough, p, ORDERS.get(p, ANY_ORDER), found)
     return found
 
 
 def tally(x: Array, delta: Array, lower: Array, upper: Array, per_row: list[Array], p: float, found: Array) -> None:
     """Add the breakpoints of a tile to their bins, as ``clipaware._rounds`` has it. On one thread, too."""
-    working: Any = np.float64 if x.dtype == np.float64 else np.float32
-    arrays = easy(x, working), easy(delta, working), *easy_bounds(lower, upper, x.shape[1], working)
     done, eps, first, shift, edges = (easy(a, a.dtype) for a in per_row)
-    numbers = done[:, 0], eps[:, 0], first[:, 0], shift[:, 0], edges
-    launch(tally_rows, *arrays, *numbers, p, ORDERS.get(p, ANY_ORDER), found)
+    numbers = done[:, 0], 1 / eps[:, 0], first[:, 0], shift[:, 0], edges
+    launch(tally_rows, *_tile(x, delta, lower, upper), *numbers, p, ORDERS.get(p, ANY_ORDER), found)
+
+
+def move(x: Array, delta: Array, lower: Array, upper: Array, K: Array, dm: Array) -> Array:
+    """clip(x + (K*dm)*delta) of a tile of float32 or float64, with x clipped before."""
+    out = np.empty(x.shape, x.dtype)
+    numbers = (easy(np.broadcast_to(a, (len(x), 1))[:, 0], x.dtype) for a in (K, dm))
+    launch(move_rows, *_tile(x, delta, lower, upper), *numbers, out)
+    return out
+
+
+def _tile(x: Array, delta: Array, lower: Array, upper: Array) -> tuple[Array, ...]:
+    working: Any = np.float64 if x.dtype == np.float64 else np.float32
+    return easy(x, working), easy(delta, working), *easy_bounds(lower, upper, x.shape[1], working)
