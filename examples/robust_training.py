@@ -83,9 +83,7 @@ def main() -> int:
     parser.add_argument(
         "--data", choices=["auto", "fashion-mnist", "digits"], default="auto", help="which pictures (%(default)s)"
     )
-    parser.add_argument(
-        "--fashion-mnist", type=Path, metavar="DIR", default=DEBIAN, help="the folder of its IDX files (%(default)s)"
-    )
+    parser.add_argument("--fashion-mnist", type=Path, metavar="DIR", help=f"the folder of its IDX files ({DEBIAN})")
     parser.add_argument("--quick", action="store_true", help="the digits and few epochs: two minutes on two cores")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="how many (%(default)s)")
@@ -107,8 +105,16 @@ def main() -> int:
     parser.add_argument("--progress", action="store_true", help="show progress bars")
     args = parser.parse_args()
     args.jobs = args.jobs or (2 if args.quick else 1)
+    if args.fashion_mnist is None:
+        args.fashion_mnist = DEBIAN
+    elif not args.fashion_mnist.is_dir():
+        parser.error(f"--fashion-mnist is {args.fashion_mnist}, expected the folder of its IDX files")
+    elif args.quick and args.data == "auto":
+        parser.error("--quick takes the digits, and --fashion-mnist says otherwise; add --data fashion-mnist")
     args.out.mkdir(parents=True, exist_ok=True)
     if not args.figures_only:
+        if differing := other_settings(args):
+            parser.error(f"{args.out} has results with other settings ({differing}); choose another --out")
         try:
             study(args)
         except KeyboardInterrupt:
@@ -124,6 +130,17 @@ def main() -> int:
         draw(rows, args.out)
     print(f"Results: {args.out}")
     return 0
+
+
+def other_settings(args: argparse.Namespace) -> str:
+    """What an earlier run into the same folder was asked for otherwise, so that results of two are not mixed."""
+    names = ("quick", "samples", "tests", "epochs", "further", "noise_steps", "batch")
+    now = {"data": pictures_name(args), **{name: getattr(args, name) for name in names}}
+    path = args.out / "settings.json"
+    if not path.exists():
+        path.write_text(json.dumps(now, indent=1) + "\n")
+    then = json.loads(path.read_text())
+    return ", ".join(f"{name}: {then.get(name)}" for name in now if then.get(name) != now[name])
 
 
 # --- pictures and models ----------------------------------------------------------------------------------------------

@@ -897,7 +897,8 @@ def test_eps_out_of_reach_of_a_few_is_fine():
     x, y = problem(48)
     x = x.round()
     x[:10] = 0.5  # where no noise has more than 3
-    train_robust(network(), [(x, y)], 3.5, epochs=1, warmup=0, seed=0)
+    done = train_robust(network(), [(x, y)], 3.5, epochs=1, warmup=0, seed=0)
+    assert math.isfinite(done.history[0]["loss"])
 
 
 def test_the_model_is_left_in_its_mode(trained):
@@ -1224,3 +1225,168 @@ def test_standard_errors(example):
     assert example.stated([0.5]) == "50.00"
     assert example.stated([math.nan, 1]) == "-"
     assert METHODS == ("ant", "gaussian", "speckle", "clean")
+
+
+# --- what must not go wrong -------------------------------------------------------------------------------------------
+
+
+def test_the_mean_of_no_noise_is_none(trained):
+    x, y = problem(24)
+    found = evaluate_corruptions(trained, x, y, corruptions=("contrast", "brightness"), robustness=False)
+    assert math.isnan(found.noise)
+    assert found.mean() == pytest.approx(np.mean([*found.accuracy["contrast"], *found.accuracy["brightness"]]))
+
+
+def test_a_loss_that_is_not_finite_ends_training_with_a_scaler_too(tmp_path):
+    class Overflowing(torch.nn.Module):
+        """Its scores are beyond float16."""
+
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(36, 2)
+
+        def forward(self, x):
+            return self.layer(x.flatten(1)) * torch.inf
+
+    with pytest.raises(FloatingPointError, match="the loss is nan"):
+        train_robust(Overflowing(), loader(), 1.0, epochs=1, amp=torch.float16, folder=tmp_path, seed=0)
+    assert not (tmp_path / "checkpoint.pt").exists()
+
+
+@pytest.mark.parametrize("kind", _corruptions.STRENGTHS)
+def test_corruptions_where_the_box_has_no_width(kind):
+    upper = torch.ones(1, 6, 6)
+    upper[:, 0, 0] = 0
+    x = problem(8)[0] * upper
+    v = corrupt(x, kind, 3, bounds=(torch.zeros(1, 6, 6), upper), seed=0)
+    assert torch.isfinite(v).all()
+    assert (v[:, :, 0, 0] == 0).all()
+    assert ((0 <= v) & (v <= upper)).all()
+
+
+def test_speckle_noise_has_less_reach(trained):
+    x, y = problem(96)
+    dark = torch.where(x > 0.3, x, 0.0)
+    most = math.sqrt(36)
+    with pytest.raises(ValueError, match="cannot have inside the bounds"):
+        train_robust(copy_of(trained), [(dark, y)], most / 2, method="speckle", epochs=1, seed=0)
+
+
+@pytest.mark.parametrize(("then", "now"), [({"bounds": (0, 1)}, {"bounds": (-1, 2)}), ({"lr": 1e-3}, {"lr": 0.5})])
+def test_a_resumed_training_of_noise_has_the_same_settings(trained, tmp_path, then, now):
+    options = {"folder": tmp_path, "seed": 0, "tensorboard": False}
+    train_noise(NoiseGenerator(1), trained, loader(), 1.0, **then, **options)
+    with pytest.raises(ValueError, match=rf"{next(iter(now))} is .*, expected .*, as in"):
+        train_noise(NoiseGenerator(1), trained, loader(), 1.0, epochs=2, resume=True, **now, **options)
+
+
+def test_what_another_training_left_is_not_resumed(trained, tmp_path):
+    options = {"folder": tmp_path, "epochs": 1, "seed": 0, "tensorboard": False, "warmup": 0}
+    train_robust(copy_of(trained), loader(), 1.0, **options)
+    # Bad input leaves it alone.
+    with pytest.raises(ValueError, match="labels"):
+        train_robust(copy_of(trained), [(torch.rand(4, 1, 6, 6), torch.full((4,), 7))], 1.0, **options)
+    assert (tmp_path / "checkpoint.pt").exists()
+
+    class Interrupted(list):
+        """Batches that end in the middle of the second time that they are gone through."""
+
+        times = 0
+
+        def __iter__(self):
+            self.times += 1
+            yield from list.__iter__(self)
+            if self.times == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_robust(copy_of(trained), Interrupted(loader()), 1.0, **options)
+    assert not (tmp_path / "checkpoint.pt").exists()
+
+
+def test_samplers_of_batches_follow_the_seed(trained):
+    weights = []
+    data = torch.utils.data.TensorDataset(*problem(48))
+    random_ones = torch.utils.data.RandomSampler(data, generator=torch.Generator().manual_seed(5))
+    batches = torch.utils.data.DataLoader(data, batch_sampler=torch.utils.data.BatchSampler(random_ones, 12, False))
+    for _ in range(2):
+        model = copy_of(trained)
+        train_robust(model, batches, 1.0, epochs=1, warmup=1, seed=0)
+        weights.append(model)
+    assert_same_weights(*weights)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_evaluation_without_gradients(trained, context):
+    x, y = problem(24)
+    expected = evaluate_corruptions(trained, x, y, corruptions=("learned",), steps=3, robustness=False)
+    with context():
+        found = evaluate_corruptions(trained, x, y, corruptions=("learned",), steps=3, robustness=False)
+    assert found.accuracy == expected.accuracy
+
+
+def test_a_resumed_training_checks_its_input(trained, tmp_path):
+    options = {"folder": tmp_path, "seed": 0, "tensorboard": False, "warmup": 0}
+    train_robust(copy_of(trained), loader(), 1.0, epochs=1, **options)
+    bad = [(torch.rand(4, 1, 6, 6), torch.full((4,), 7))]
+    with pytest.raises(ValueError, match="labels have 7"):
+        train_robust(copy_of(trained), bad, 1.0, epochs=2, resume=True, **options)
+
+
+def test_generators_of_a_training_can_be_trained_on(trained):
+    done = train_robust(copy_of(trained), loader(), 1.0, epochs=1, warmup=0, seed=0)
+    before = [p.clone() for p in done.generators[0].parameters()]
+    train_noise(done.generators[0], trained, loader(), 1.0, seed=0)
+    assert any(not torch.equal(a, b) for a, b in zip(before, done.generators[0].parameters(), strict=True))
+
+
+def test_optimizers_and_schedulers(trained, tmp_path):
+    model = copy_of(trained)
+    with pytest.raises(TypeError, match="LBFGS"):
+        train_robust(model, loader(), 1.0, optimizer=torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ValueError, match="none of the model's parameters"):
+        train_robust(model, loader(), 1.0, optimizer=torch.optim.SGD(network().parameters(), 0.1))
+    # Numbers of NumPy's can be read back, and a plateau is one of the loss.
+    optimizer = torch.optim.SGD(model.parameters(), np.float64(0.01))
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    options = {"scheduler": plateau, "folder": tmp_path, "seed": 0, "warmup": 0, "tensorboard": False}
+    train_robust(model, loader(), 1.0, optimizer=optimizer, epochs=1, **options)
+    train_robust(model, loader(), 1.0, optimizer=optimizer, epochs=2, resume=True, **options)
+    # What is not trained keeps no gradients.
+    head = torch.optim.SGD(model[-1].parameters(), 0.01)
+    model.zero_grad()
+    train_robust(model, loader(), 1.0, optimizer=head, epochs=1, warmup=0, seed=0)
+    assert model[0].weight.grad is None
+
+
+@pytest.mark.parametrize("content", [b"junk", b"", None])
+def test_checkpoints_that_are_none(trained, tmp_path, content):
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(content) if content is not None else torch.save({"a": 1}, path)
+    with pytest.raises(ValueError, match=r"checkpoint\.pt"):
+        train_robust(copy_of(trained), loader(), 1.0, folder=tmp_path, resume=True)
+    assert path.exists()
+
+
+def test_more_bad_input(trained):
+    with pytest.raises(TypeError, match="can be gone through but once"):
+        train_noise(NoiseGenerator(1), trained, iter(loader()), 1.0)
+    with pytest.raises(ValueError, match="has no samples"):
+        train_noise(NoiseGenerator(1), trained, [(torch.rand(0, 1, 6, 6), torch.zeros(0, dtype=torch.int64))], 1.0)
+    x, y = problem(8)
+    with pytest.raises(TypeError, match="seed is a NoneType"):
+        evaluate_corruptions(trained, x, y, seed=None)
+    with pytest.raises(ValueError, match=r"y has shape \(7,\), expected \(8,\)"):
+        evaluate_corruptions(trained, x, y[:7])
+    with pytest.raises(ValueError, match=r"severity is 1\.0"):
+        corrupt(x, "gaussian", 1.0)
+
+
+def test_results_of_two_settings_are_not_mixed(example, tmp_path, monkeypatch, capsys):
+    few = ["--quick", "--samples", "64", "--tests", "32", "--seeds", "1", "--methods", "clean", "--noise-steps", "2"]
+    assert run(example, monkeypatch, tmp_path, *few, "--epochs", "1", "--further", "1") == 0
+    with pytest.raises(SystemExit):
+        run(example, monkeypatch, tmp_path, *few, "--epochs", "2", "--further", "1")
+    assert "has results with other settings (epochs: 1)" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(example, monkeypatch, tmp_path, "--fashion-mnist", str(tmp_path / "nothing"))

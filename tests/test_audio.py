@@ -158,3 +158,22 @@ def test_bad_arrays(tmp_path):
             read(tmp_path / name)
         assert name in str(raised.value)
         assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("subtype", ["PCM_16", "FLOAT"])
+def test_a_sound_that_is_cut_off(tmp_path, subtype):
+    path = tmp_path / "a.wav"
+    soundfile.write(path, np.sin(np.arange(1000) / 9), 8000, subtype)
+    whole = path.read_bytes()
+    read(path)
+    path.write_bytes(whole[: len(whole) * 3 // 5])
+    with pytest.raises(FileError, match="is cut off"):
+        read(path)
+
+
+def test_eight_bits_in_flac_and_wav(tmp_path):
+    path = tmp_path / "a.flac"
+    soundfile.write(path, np.sin(np.arange(1000) / 9), 8000, "PCM_S8")
+    content = read(path)
+    write(tmp_path / "a.wav", dataclasses.replace(content, format="wav"))
+    np.testing.assert_array_equal(read(tmp_path / "a.wav").parts[""].values, content.parts[""].values)

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 import clipaware as ca
 from clipaware import quantize
 from clipaware._backends import numpy as numpy_backend
+from clipaware.reference import norm64
+from conftest import NUMPY_DTYPES
 
 ORDERS = [1, 1.5, 2, 3, math.inf]
 MODES = ["equal", "at_most", "at_least"]
@@ -399,3 +401,17 @@ def test_no_gradients():
     x = torch.tensor(picture((2, 30)), requires_grad=True)
     v = ca.perturb_quantized(x, torch.ones_like(x), 0.1)
     assert not v.requires_grad
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("p", [1, 2, math.inf])
+def test_an_eps_of_few_digits_is_that_number(p, dtype):
+    """It may have been rounded from a whole number of steps, but is no licence beyond that."""
+    rng = np.random.default_rng(0)
+    x, delta = rng.integers(0, 256, (2, 300)) / 255, 10 * rng.standard_normal((2, 300))
+    eps = np.array([0.3, 0.2]).astype(NUMPY_DTYPES[dtype])
+    exact = eps.astype(float)
+    norms = [norm64(ca.perturb_quantized(x, delta, eps, p=p, mode=mode), x, p) for mode in ("at_most", "at_least")]
+    spacing = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}[dtype] if p == math.inf else 1e-14
+    assert (norms[0] <= exact * (1 + spacing)).all()
+    assert (norms[1] >= exact * (1 - spacing)).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,7 @@ def corrupt(
     Parameters
     ----------
     x
-        (samples, channels, ...), floating, on any device.
+        (samples, channels, ...), floating, on any device; first clipped into its bounds.
     kind
         One of the above.
     severity
@@ -77,7 +78,7 @@ def corrupt(
     tensor([[[0.3000, 0.5000, 0.7000]]])
     """
     _check.option(kind, tuple(STRENGTHS), "kind")
-    if severity not in (1, 2, 3, 4, 5):
+    if not isinstance(severity, numbers.Integral) or severity not in (1, 2, 3, 4, 5):
         raise ValueError(f"severity is {severity!r}, expected a whole number from 1 to 5")
     if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.ndim < 3:
         came = f"of {tuple(x.shape)}, {x.dtype}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
@@ -87,9 +88,10 @@ def corrupt(
         raise ValueError("bounds are infinite, expected finite ones: corruptions are defined inside a box")
     if isinstance(seed, int | np.integer):
         seed = torch.Generator(x.device).manual_seed(int(seed))
-    u = (x - lower) / (upper - lower)
+    width = upper - lower
+    u = ((x - lower) / torch.where(width > 0, width, 1)).clamp(0, 1)  # where there is no room, 0
     corrupted = CORRUPTIONS[kind](u, STRENGTHS[kind][severity - 1], seed)
-    return lower + (upper - lower) * corrupted.clamp(0, 1)
+    return lower + width * corrupted.clamp(0, 1)
 
 
 def _normal(u: torch.Tensor, generator: Any) -> torch.Tensor:
@@ -105,14 +107,18 @@ def _impulse(u: torch.Tensor, c: float, generator: Any) -> torch.Tensor:
     return torch.where(hit, salt.to(u.dtype), u)
 
 
-def _blur(u: torch.Tensor, c: float, generator: Any) -> torch.Tensor:
+def gaussian_filter() -> Any:
     try:
         from scipy.ndimage import gaussian_filter
     except ImportError as error:
         raise ImportError("blur needs SciPy: pip install 'clipaware[training]'") from error
+    return gaussian_filter
+
+
+def _blur(u: torch.Tensor, c: float, generator: Any) -> torch.Tensor:
     width = c * min(u.shape[2:]) / SIDE
     host = u.detach().cpu().to(torch.float64).numpy()
-    blurred = gaussian_filter(host, (0, 0, *(width,) * (u.ndim - 2)), mode="nearest")
+    blurred = gaussian_filter()(host, (0, 0, *(width,) * (u.ndim - 2)), mode="nearest")
     return torch.from_numpy(blurred).to(u.device, u.dtype)
 
 

@@ -30,6 +30,8 @@ class Part:
     high: float
     levels: int | None = None  # None for floats
     first: int = 0
+    channels: bool = False  # whether the last axis counts channels
+    spatial: tuple[int, ...] | None = None  # the axes along which neighbours are; None: what looks like it
 
     @property
     def step(self) -> float:

@@ -39,6 +39,11 @@ class Run:
         if seed is not None and not isinstance(seed, numbers.Integral):
             raise TypeError(f"seed is a {type(seed).__name__}, expected a whole number or None")
         _check.seed(seed)
+        if hasattr(loader, "__next__"):
+            raise TypeError(
+                f"loader is a {type(loader).__name__}, which can be gone through but once, expected a DataLoader or "
+                "a list of batches"
+            )
         self.model, self.loader, self.p, self.amp, self.progress = model, loader, _check.norm_order(p), amp, progress
         first = next(model.parameters(), None)
         self.device = torch.device("cpu") if first is None else first.device
@@ -51,6 +56,7 @@ class Run:
         self.kept: dict[str, Any] = {}  # whatever has a state to be saved
         self.folder: Path | None = None
         self.tensorboard: bool | None = None
+        self.stale: list[Path] = []
         self.forget()
 
     # --- randomness ---------------------------------------------------------------------------------------------------
@@ -73,14 +79,18 @@ class Run:
         torch.manual_seed(int(words[0]))
         np.random.seed(int(words[1]))
         random.seed(int(words[2]))
-        sampler: Any = getattr(self.loader, "sampler", None)
-        for owner in (self.loader, sampler):
+        batches: Any = getattr(self.loader, "batch_sampler", None)
+        owners: list[Any] = [self.loader, getattr(self.loader, "sampler", None)]
+        for owner in (*owners, batches, getattr(batches, "sampler", None)):
             if isinstance(getattr(owner, "generator", None), torch.Generator):
                 owner.generator.manual_seed(int(words[0]))
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
+            if hasattr(owner, "set_epoch"):
+                owner.set_epoch(epoch)
 
     def epochs(self, number: int) -> Iterator[int]:
+        # What another training left is not to be resumed as this one.
+        for path in self.stale:
+            path.unlink(missing_ok=True)
         for epoch in range(len(self.history), number):
             self.reseed(epoch + 1)
             yield epoch
@@ -106,7 +116,9 @@ class Run:
             if number is None:
                 return
 
-    def look(self, check: int | None, eps: float | None, generator: Any) -> tuple[Any, Any]:
+    def look(
+        self, check: int | None, eps: float | None, generator: Any, kind: str = "gaussian"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Go through the batches before anything is trained, and return some samples of them."""
         if check is not None:
             positive(check, "check")
@@ -116,6 +128,8 @@ class Run:
         classes = None
         for number, (x, y) in enumerate(self.batches(check)):
             here = f"batch {number} of the loader"
+            if not len(x):
+                raise ValueError(f"{here}: has no samples")
             if classes is None:
                 classes = self.classes(x, here)
                 if generator is not None:
@@ -125,7 +139,7 @@ class Run:
                 # On the CPU, where values are looked at.
                 x = x.cpu()
                 lower, upper = (on_device(b, torch.device("cpu")) for b in self.bounds)
-                reaches.append(reach(x, sample("gaussian", x), p=self.p, bounds=(lower, upper)).reshape(-1))
+                reaches.append(reach(x, sample(kind, x), p=self.p, bounds=(lower, upper)).reshape(-1))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{here}: {error}") from error
             if sum(len(labels) for _, labels in some) < SOME:
@@ -158,6 +172,8 @@ class Run:
     def scores(self, x: torch.Tensor) -> torch.Tensor:
         with self.autocast():
             scores: torch.Tensor = self.model(x)
+        if not isinstance(scores, torch.Tensor):
+            raise TypeError(f"the model returned a {type(scores).__name__}, expected a tensor of scores")
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
     def noise(self, generator: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -178,12 +194,12 @@ class Run:
         for optimizer in steppers:
             optimizer.zero_grad(set_to_none=True)
         self.scaler.scale(loss).backward(inputs=inputs)  # type: ignore[no-untyped-call]
-        if self.scaler.is_enabled():
+        finite = torch.isfinite(loss.detach())
+        if self.scaler.is_enabled() and finite and self.scaler.get_scale() >= 1:
             for optimizer in steppers:
                 self.scaler.step(optimizer)  # which skips what is not finite, and makes the scale smaller
             self.scaler.update()
             return
-        finite = torch.isfinite(loss.detach())
         for optimizer in steppers:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             # For the norm that it returns: nothing is above the limit.
@@ -250,11 +266,18 @@ class Run:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / CHECKPOINT
+        if not resume:
+            self.stale = [path, self.folder / METRICS]
         if not resume or not path.exists():
             return
-        # To the CPU, from where each takes what it has: Adam's counters, for one, stay there.
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        settings, then = {**self.settings, "amp": str(self.amp)}, {"seed": saved["seed"], **saved["settings"]}
+        try:
+            # To the CPU, from where each takes what it has: Adam's counters, for one, stay there.
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever pickle may raise
+            raise ValueError(f"{path} cannot be read: {error}; remove it to begin anew") from error
+        if not isinstance(saved, dict) or not {"settings", "seed", "history", "scaler", "kept"} <= set(saved):
+            raise ValueError(f"{path} is no checkpoint of clipaware.adversarial_noise")
+        settings, then = self.identity(), {"seed": saved["seed"], **saved["settings"]}
         if self.asked is not None:
             settings["seed"] = self.seed
         for name, value in settings.items():
@@ -267,6 +290,11 @@ class Run:
         self.scaler.load_state_dict(saved["scaler"])
         self.history, self.seed = saved["history"], saved["seed"]
 
+    def identity(self) -> dict[str, Any]:
+        """What a training that is resumed must have in common with its checkpoint."""
+        bounds = [torch.as_tensor(b).tolist() for b in self.bounds]
+        return {**self.settings, "p": self.p, "bounds": bounds, "amp": str(self.amp)}
+
     def close(self, epoch: int, more: dict[str, float]) -> None:
         """The end of an epoch: its metrics, and a checkpoint."""
         self.history.append({"epoch": epoch + 1, **self.metrics(), **more})
@@ -278,11 +306,11 @@ class Run:
         writer.writeheader()
         writer.writerows(self.history)
         saved = {
-            "settings": {**self.settings, "amp": str(self.amp)},
+            "settings": self.identity(),
             "seed": self.seed,
             "history": self.history,
             "scaler": self.scaler.state_dict(),
-            "kept": {name: owner.state_dict() for name, owner in self.kept.items()},
+            "kept": {name: plain(owner.state_dict()) for name, owner in self.kept.items()},
         }
         written(self.folder / CHECKPOINT, lambda file: torch.save(saved, file))
         written(self.folder / METRICS, lambda file: file.write(text.getvalue().encode()))
@@ -314,6 +342,15 @@ def written(path: Path, write: Callable[[Any], Any]) -> None:
     new.replace(path)
 
 
+def plain(state: Any) -> Any:
+    """With Python's numbers for NumPy's, which a checkpoint could not be read back with."""
+    if isinstance(state, dict):
+        return {key: plain(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(plain(value) for value in state)
+    return state.item() if isinstance(state, np.generic) else state
+
+
 @contextmanager
 def mode(model: torch.nn.Module, training: bool) -> Iterator[None]:
     """The model in training or evaluation mode, and then each of its parts as it was."""
@@ -338,6 +375,16 @@ def positive_eps(eps: Any) -> None:
 def positive(value: Any, name: str) -> None:
     if not isinstance(value, numbers.Integral) or value < 1:
         raise ValueError(f"{name} is {value!r}, expected a whole number of 1 or more")
+
+
+def check_optimizer(optimizer: Any, scheduler: Any, model: torch.nn.Module) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}, expected one of torch.optim that is not LBFGS")
+    own = {id(p) for p in model.parameters()}
+    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError("optimizer has none of the model's parameters, expected one that was made with them")
+    if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ValueError("scheduler is of another optimizer, expected one of the optimizer that was given")
 
 
 def check_labels(y: torch.Tensor, samples: int, classes: int, here: str) -> None:

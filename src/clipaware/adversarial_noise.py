@@ -23,8 +23,8 @@ from torch.nn.functional import cross_entropy
 
 from clipaware import _check
 from clipaware._api import perturb, reach
-from clipaware._corruptions import NOISES, OTHERS, corrupt
-from clipaware._training import Run, mode, positive, positive_eps
+from clipaware._corruptions import NOISES, OTHERS, corrupt, gaussian_filter
+from clipaware._training import Run, check_optimizer, mode, positive, positive_eps
 from clipaware.attacks import Robustness, noise_robustness
 from clipaware.noise import sample
 
@@ -222,14 +222,13 @@ def train_noise(
     run = Run(model, loader, p, bounds, amp, seed, progress)
     positive(epochs, "epochs")
     positive_eps(eps)
-    generator.to(run.device)
+    generator.to(run.device).requires_grad_(True)
     optimizer = torch.optim.Adam(generator.parameters(), lr, maximize=True)
-    run.settings = {"training": "noise", "eps": float(eps), "p": float(p)}
+    run.settings = {"training": "noise", "eps": float(eps), "lr": float(lr)}
     run.kept = {"generator": generator, "optimizer": optimizer}
     with run.random_state(), mode(model, training=False):
         run.open(folder, resume, tensorboard)
-        if not run.history:
-            run.look(check, eps, generator)
+        run.look(check, eps, generator)
         for epoch in run.epochs(epochs):
             with run.bar(f"noise, epoch {epoch + 1} of {epochs}") as bar:
                 for x, y in run.batches():
@@ -326,15 +325,17 @@ def train_robust(
         raise ValueError(f"error is {error!r}, expected a number between 0 and 1")
     if optimizer is None:
         optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    check_optimizer(optimizer, scheduler, model)
     noise = _Noise(run, method, eps, sigma, error, kernel_size, noise_lr)
-    run.settings = {"training": "robust", "p": float(p), **noise.settings, "warmup": int(warmup)}
+    run.settings = {"training": "robust", **noise.settings, "warmup": int(warmup)}
     run.kept = {"model": getattr(model, "_orig_mod", model), "optimizer": optimizer, "noise": noise}
     if scheduler is not None:
         run.kept["scheduler"] = scheduler
     with run.random_state(), mode(model, training=True):
         run.open(folder, resume, tensorboard)
+        seen = run.look(check, eps if _check.is_number(eps) else None, None, noise.kind)
         if not run.history:
-            noise.begin(run.look(check, eps if _check.is_number(eps) else None, None))
+            noise.begin(seen)
         for epoch in run.epochs(epochs):
             noise.renew()
             if noise.current is not None and warmup:
@@ -348,7 +349,9 @@ def train_robust(
                     _robust_step(run, noise, optimizer, x, y)
                     run.show(bar)
             rate = optimizer.param_groups[0]["lr"]
-            if scheduler is not None:
+            if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                scheduler.step(run.metrics()["loss"])
+            elif scheduler is not None:
                 scheduler.step()
             noise.remember()
             run.close(epoch, {"eps": math.nan if noise.eps is None else float(noise.eps), "lr": float(rate)})
@@ -361,7 +364,7 @@ def _robust_step(run: Run, noise: _Noise, optimizer: Any, x: torch.Tensor, y: to
     v, y, clean = noise.mixed(x, y)
     scores = run.scores(v)
     loss = cross_entropy(scores, y)
-    run.step(loss, optimizer, noise.optimizer)
+    run.step(loss, optimizer, noise.optimizer, inputs=noise.trained(optimizer))
     noise.adapt(run.count(loss, scores, y, clean))
 
 
@@ -373,6 +376,7 @@ class _Noise:
     ) -> None:
         self.run, self.method, self.error, self.noise_lr, self.kernel_size = run, method, error, noise_lr, kernel_size
         self.adaptive, self.sigma = isinstance(eps, str) and eps == "adaptive", None
+        self.kind = "speckle" if method == "speckle" else "gaussian"  # that it begins as, or is
         if method == "clean":
             if eps is not None or sigma is not None:
                 raise ValueError(f"eps is {eps!r} and sigma is {sigma!r}, expected None of both for method 'clean'")
@@ -412,8 +416,7 @@ class _Noise:
         if self.method == "ant" and self.shape[1] not in CONVOLUTIONS:
             raise ValueError(f"x has shape {tuple(x.shape)}, expected (samples, channels, ...) with 1 to 3 more axes")
         if self.adaptive:
-            kind = "speckle" if self.method == "speckle" else "gaussian"
-            delta, run = sample(kind, x), self.run
+            delta, run = sample(self.kind, x), self.run
             most = float(reach(x, delta, p=run.p, bounds=run.bounds).median())
             if not 0 < most < math.inf:
                 raise ValueError(
@@ -436,6 +439,11 @@ class _Noise:
             channels, dims = self.shape
             self.current = NoiseGenerator(channels, self.kernel_size, dims=dims).to(self.run.device)
             self.optimizer = torch.optim.Adam(self.current.parameters(), self.noise_lr, maximize=True)
+
+    def trained(self, optimizer: Any) -> list[Any]:
+        """All that gradients are for: of the classifier, what its optimizer has."""
+        optimizers = [one for one in (optimizer, self.optimizer) if one is not None]
+        return [p for one in optimizers for group in one.param_groups for p in group["params"] if p.requires_grad]
 
     def remember(self) -> None:
         if self.current is not None:
@@ -525,8 +533,9 @@ class CorruptionResult:
     robustness: Robustness | None = field(default=None, repr=False)
 
     def mean(self, kinds: Sequence[str] | None = None) -> float:
-        """The mean accuracy over these kinds of corruption, or all, and over severities."""
-        return float(np.mean([self.accuracy[kind] for kind in kinds or self.accuracy]))
+        """The mean accuracy over these kinds of corruption, or all, and over severities; NaN if there are none."""
+        chosen = [self.accuracy[kind] for kind in (self.accuracy if kinds is None else kinds)]
+        return float(np.mean(chosen)) if chosen else math.nan
 
     @property
     def noise(self) -> float:
@@ -562,7 +571,8 @@ def evaluate_corruptions(
     """Accuracy under noise and other corruptions of five severities, and the median norm of noise that flips a sample.
 
     What they are, :func:`corrupt` says. ``"learned"`` is noise of a generator, which on every sample has exactly the
-    norm that the Gaussian noise of the same severity has there after clipping, so that the two can be compared.
+    norm that the Gaussian noise of the same severity has there after clipping, so that the two can be compared; or as
+    much of it as its direction has room for.
 
     Parameters
     ----------
@@ -571,7 +581,7 @@ def evaluate_corruptions(
     x, y
         Samples inside their bounds, (samples, channels, ...), and their labels, on any device.
     bounds
-        Finite numbers, or tensors that broadcast to x.
+        Finite numbers, or tensors per channel or element, the same for all samples.
     corruptions
         Which of `CORRUPTIONS`.
     severities
@@ -613,15 +623,22 @@ def evaluate_corruptions(
             raise ValueError(f"severities has {severity!r}, expected whole numbers from 1 to 5")
     positive(batch_size, "batch_size")
     positive(steps, "steps")
+    if not isinstance(seed, numbers.Integral):
+        raise TypeError(f"seed is a {type(seed).__name__}, expected a whole number")
+    if "blur" in corruptions:
+        gaussian_filter()  # which may not be installed
     x, y = torch.as_tensor(x), torch.as_tensor(y)
     if not len(x):
         raise ValueError(f"x has shape {tuple(x.shape)}, expected one sample at least")
+    if y.shape != (len(x),):
+        raise ValueError(f"y has shape {tuple(y.shape)}, expected ({len(x)},): a label for every sample")
     batches = list(zip(torch.split(x, batch_size), torch.split(y, batch_size), strict=True))
     run = Run(model, batches, 2, bounds, None, seed, progress)
     with run.random_state(), mode(model, training=False):
         run.look(None, None, generator)
         if generator is None and "learned" in corruptions:
-            generator = _worst(run, steps)
+            with torch.inference_mode(False), torch.enable_grad():
+                generator = _worst(run, steps)
         accuracy = {kind: [0.0] * len(severities) for kind in corruptions}
         jobs = [(kind, place) for kind in corruptions for place in range(len(severities))]
         right = []
@@ -639,7 +656,7 @@ def evaluate_corruptions(
         found = None
         if robustness:
             options = {"batch_size": batch_size, "seed": int(seed), "progress": progress}
-            found = noise_robustness(model, x.to(run.device), y, bounds=run.bounds, **options)  # type: ignore[arg-type]
+            found = noise_robustness(model, x.to(run.device), y, bounds=run.bounds, **options)
     return CorruptionResult(float(torch.cat(right).double().mean()), accuracy, tuple(severities), found)
 
 
@@ -666,6 +683,6 @@ def _worst(run: Run, steps: int) -> NoiseGenerator:
         for here, labels in run.batches(steps):
             # The model may be asked about more at once than a step needs.
             some = torch.randperm(len(here), device=here.device)[:STEP]
-            run.noise_step(generator, optimizer, here[some], labels[some], eps)
+            run.noise_step(generator, optimizer, here[some].clone(), labels[some].clone(), eps)
             run.show(bar)
     return generator

@@ -31,6 +31,7 @@ class Extra:
 def read(path: Path, format: str, most: int) -> Content:
     import soundfile
 
+    _check_length(path)
     with soundfile.SoundFile(path) as file:
         name = {"WAVEX": "WAV", "RF64": "WAV"}.get(file.format, file.format)
         if name != format.upper():
@@ -40,20 +41,39 @@ def read(path: Path, format: str, most: int) -> Content:
         bits = BITS.get(file.subtype)
         if bits:
             values = file.read(dtype="int32", always_2d=True) >> (32 - bits)
-            part = Part(values, -1.0, 1 - 2.0 ** (1 - bits), 2**bits, -(2 ** (bits - 1)))
+            part = Part(values, -1.0, 1 - 2.0 ** (1 - bits), 2**bits, -(2 ** (bits - 1)), True, (0,))
         else:
             # Vorbis and companded samples are decoded to floats.
-            part = Part(file.read(dtype=np.dtype(FLOATS.get(file.subtype, np.float32)).name, always_2d=True), -1.0, 1.0)
+            values = file.read(dtype=np.dtype(FLOATS.get(file.subtype, np.float32)).name, always_2d=True)
+            part = Part(values, -1.0, 1.0, channels=True, spatial=(0,))
         if len(part.values) < file.frames:
             raise FileError(f"{path}: is cut off: {len(part.values):,} of {file.frames:,} samples")
     return Content("sound", format, {"": part}, not bits and extra.subtype not in FLOATS, extra)
+
+
+def _check_length(path: Path) -> None:
+    """A WAV that is cut off is read as if it were shorter; but it says how long it is."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if file.read(4) != b"RIFF":
+            return
+        at = 12
+        while at + 8 <= size:
+            file.seek(at)
+            name, length = struct.unpack("<4sI", file.read(8))
+            at += 8 + length + length % 2
+            # Programs that write to a pipe do not know the length, and say 0 or the most there is.
+            if name == b"data" and length < 2**32 - 1 and at - length % 2 > size:
+                raise FileError(f"{path}: is cut off: {size:,} of {at - length % 2:,} bytes")
 
 
 def write(path: Path, content: Content) -> None:
     import soundfile
 
     part, extra, format = content.parts[""], content.extra, content.format.upper()
-    subtype = "VORBIS" if format == "OGG" else extra.subtype
+    # Eight bits are signed in FLAC and not in WAV.
+    bytewise = {"WAV": "PCM_U8", "FLAC": "PCM_S8"}.get(format, extra.subtype)
+    subtype = "VORBIS" if format == "OGG" else bytewise if BITS.get(extra.subtype) == 8 else extra.subtype
     if not soundfile.check_format(format, subtype):
         raise FileError(f"{format} cannot hold samples of {subtype}; choose --format wav")
     values = part.values

@@ -26,6 +26,8 @@ def main(argv: list[str] | None = None) -> int:
         return int(done.code or 0)
     except (CommandError, FileError) as error:
         return _failed(str(error))
+    except (KeyboardInterrupt, typer.Abort):  # if it came where Typer does not look for it
+        code = INTERRUPTED
     if code == INTERRUPTED:
         print("clipaware: interrupted; what was written so far is whole, and --resume goes on", file=sys.stderr)
     return (code or 0) if argv else 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import struct
 import threading
 import zlib
@@ -17,8 +18,10 @@ from clipaware._media import Content, FileError, Part, not_too_large
 
 Array = Any
 
-COLOUR_CHUNKS = (b"cHRM", b"gAMA", b"sRGB", b"cICP", b"sBIT")  # of a PNG; iCCP and eXIf are the profile and the EXIF
+# Of a PNG; iCCP and eXIf are the profile and the EXIF. Not sBIT: noise is in all bits, and readers may drop some by it.
+COLOUR_CHUNKS = (b"cHRM", b"gAMA", b"sRGB", b"cICP")
 ORIENTATION = 274  # the tag of that, in EXIF and TIFF
+PROFILE, RESOLUTION = 34675, (282, 283, 296)  # tags of a TIFF: across, down and their unit
 _opening = threading.Lock()
 DEPTHS = {"uint8": 256, "uint16": 65536}
 
@@ -35,60 +38,94 @@ class Extra:
     chunks: tuple[tuple[bytes, bytes], ...] = ()  # of a PNG, about colour
     photometric: str | None = None  # of a TIFF
     compressed: bool = False
+    samples: tuple[int, ...] = ()  # of a TIFF: what its channels beyond grey or RGB are; 1 and 2 are alpha
+    resolution: tuple[Any, Any, int] | None = None  # of a TIFF: fractions across and down, and their unit
 
 
 def read(path: Path, format: str, most: int) -> Content:
     if format == "tiff":
         return _read_tiff(path, most)
-    chunks: tuple[tuple[bytes, bytes], ...] = ()
-    if format == "png":
-        with path.open("rb") as file:
-            header, chunks = _start_of_png(path, file)
-        if header.depth == 16:
-            return _read_png16(path, most)
-    return _read_pillow(path, format, most, chunks)
+    if format != "png":
+        return _read_pillow(path, format, most)
+    with path.open("rb") as file:
+        header, chunks, key = _start_of_png(path, file)
+    if header.depth == 16:
+        return _read_png16(path, most)
+    return _read_pillow(path, format, most, chunks, key)
 
 
 def write(path: Path, content: Content, level: int) -> None:
     part, extra = content.parts[""], content.extra
     if content.format != "tiff":
         _check_fits(content.format, part, extra)
-    values = part.values if extra.alpha is None else np.concatenate((_with_channels(part.values), extra.alpha), axis=-1)
+    values = part.values
+    if content.format == "tiff" and extra.photometric == "miniswhite":
+        values = np.iinfo(values.dtype).max - values
+    if extra.alpha is not None:
+        values = np.concatenate((values if part.channels else values[..., None], extra.alpha), axis=-1)
     if content.format == "tiff":
-        _write_tiff(path, values, extra, level)
+        _write_tiff(path, values, part, extra, level)
     elif part.values.dtype == np.uint16:
         path.write_bytes(_png16(values, extra, level))
     else:
         _write_pillow(path, values, content.format, extra, level)
 
 
-def _with_channels(values: Array) -> Array:
-    return values[..., None] if values.ndim == 2 else values
+def _part(values: Array, channels: bool) -> Part:
+    """Of pixels (height, width), or of pages of them; with or without channels at the end."""
+    across = values.ndim - 1 - channels
+    return Part(
+        np.ascontiguousarray(values),
+        0.0,
+        1.0,
+        DEPTHS.get(values.dtype.name),
+        channels=channels,
+        spatial=(across - 1, across),
+    )
 
 
 def _check_fits(format: str, part: Part, extra: Extra) -> None:
     """A format that cannot hold all of a picture is not written in part."""
-    name, dtype = format.upper(), part.values.dtype
-    if part.values.ndim > 3:
-        raise FileError(f"{name} holds one picture, and this has shape {part.values.shape}; choose --format tiff")
+    name, dtype, shape = format.upper(), part.values.dtype, part.values.shape
+    if len(shape) > 2 + part.channels:
+        raise FileError(f"{name} holds one picture, and this has shape {shape}; choose --format tiff")
+    if part.channels and (shape[-1] != 3 or extra.photometric not in (None, "rgb")):
+        raise FileError(f"{name} cannot hold {shape[-1]} channels that are not RGB; choose --format tiff")
     if dtype != np.uint8 and not (dtype == np.uint16 and format == "png"):
         bits = "8 or 16 bits" if format == "png" else "8 bits"
         raise FileError(
             f"{name} has {bits}, and this is {dtype}; choose --format tiff" + " or png" * (dtype == np.uint16)
         )
-    if format == "jpeg" and extra.alpha is not None:
-        raise FileError("JPEG has no alpha channel, and this has one; choose --format png")
+    if extra.alpha is not None:
+        _check_alpha(name, extra.alpha.shape[-1], extra.samples)
     if format == "bmp" and (extra.profile or extra.orientation != 1):
         what = "a colour profile" if extra.profile else "an EXIF orientation"
         raise FileError(f"BMP cannot hold {what}, and this has one; choose --format png")
-    if format == "bmp" and extra.alpha is not None and part.values.ndim == 2:
-        raise FileError("BMP has no alpha channel without colour; choose --format png")
+    if format == "jpeg" and extra.dpi and max(extra.dpi) > 65535:
+        raise FileError(f"JPEG has at most 65535 dots per inch, and this has {max(extra.dpi):.0f}; choose --format png")
+    if format == "webp" and not part.channels:
+        raise FileError("WEBP has colour always, and this is grey; choose --format png")
+    if format == "webp" and max(shape[:2]) > 16383:
+        raise FileError(f"WEBP has at most 16383 pixels a side, and this has {max(shape[:2])}; choose --format png")
+
+
+def _check_alpha(name: str, count: int, samples: tuple[int, ...]) -> None:
+    if name in ("JPEG", "BMP"):
+        # A BMP with alpha can be written, but is read without by most.
+        raise FileError(f"{name} has no alpha channel, and this has one; choose --format png")
+    if count > 1:
+        raise FileError(f"{name} has one alpha channel, and this has {count}; choose --format tiff")
+    if 1 in samples:
+        raise FileError(f"{name} has no colours multiplied by alpha, and this has them; choose --format tiff")
 
 
 # --- Pillow -----------------------------------------------------------------------------------------------------------
 
 
-def _read_pillow(path: Path, format: str, most: int, chunks: tuple[tuple[bytes, bytes], ...] = ()) -> Content:
+def _read_pillow(
+    path: Path, format: str, most: int, chunks: tuple[tuple[bytes, bytes], ...] = (), key: Array | None = None
+) -> Content:
+    """`key` is the one value, or colour, that is transparent."""
     from PIL import Image
 
     with _opened(Image, path) as image:
@@ -98,16 +135,20 @@ def _read_pillow(path: Path, format: str, most: int, chunks: tuple[tuple[bytes, 
             raise FileError(f"{path}: is a {image.format} file, and its name says {format.upper()}; rename it")
         if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
             raise FileError(f"{path}: has {image.n_frames} frames, expected one picture")
+        orientation = image.getexif().get(ORIENTATION, 1)
         image.load()
         info, mode = image.info, image.mode
-        if mode == "P" or (mode in ("L", "RGB") and "transparency" in info):
-            mode = ("LA" if mode == "L" else "RGBA") if "transparency" in info else "RGB"
+        if mode == "P":
+            mode = "RGBA" if "transparency" in info else "RGB"
         mode = {"1": "L", "PA": "RGBA"}.get(mode, mode)
-        if mode not in ("L", "LA", "RGB", "RGBA", "I;16"):
+        if mode not in ("L", "LA", "RGB", "RGBA", "I;16", "I;16B"):
             raise FileError(f"{path}: has the colours {mode}, expected grey or RGB; convert it first")
         values = np.array(image if mode == image.mode else image.convert(mode))
-        orientation = image.getexif().get(ORIENTATION, 1) if info else 1
-    alpha = None
+        if format == "tiff" and ORIENTATION not in image.getexif():
+            # Pillow turns these, and takes the tag away.
+            values = _as_stored(values, orientation)
+    values = values.astype(values.dtype.newbyteorder("="), copy=False)
+    alpha = None if key is None else _but(values, key)
     if mode in ("LA", "RGBA"):
         values, alpha = values[..., :-1], values[..., -1:]
         values = values[..., 0] if mode == "LA" else values
@@ -115,7 +156,22 @@ def _read_pillow(path: Path, format: str, most: int, chunks: tuple[tuple[bytes, 
     extra = Extra(
         alpha, info.get("icc_profile"), info.get("exif"), orientation, dpi and (float(dpi[0]), float(dpi[1])), chunks
     )
-    return Content("picture", format, {"": Part(values, 0.0, 1.0, DEPTHS[values.dtype.name])}, format == "jpeg", extra)
+    return Content("picture", format, {"": _part(values, values.ndim == 3)}, format == "jpeg", extra)
+
+
+def _but(values: Array, key: Array) -> Array:
+    """An alpha channel: all is opaque but what has this value, or colour."""
+    equal = (values == key[0])[..., None] if values.ndim == 2 else (values == key).all(axis=-1, keepdims=True)
+    return np.where(equal, 0, np.iinfo(values.dtype).max).astype(values.dtype)
+
+
+def _as_stored(values: Array, orientation: int) -> Array:
+    """Undo what an EXIF orientation asks for."""
+    if orientation in (6, 8):
+        return np.rot90(values, 1 if orientation == 6 else -1)
+    if orientation in (5, 7):
+        values = np.swapaxes(values, 0, 1)
+    return values[:: -1 if orientation in (3, 4, 7) else 1, :: -1 if orientation in (2, 3, 7) else 1]
 
 
 def _opened(pillow: Any, path: Path) -> Any:
@@ -174,42 +230,91 @@ def _read_tiff(path: Path, most: int) -> Content:
         if len(file.series) > 1:
             raise FileError(f"{path}: holds {len(file.series)} pictures of different kinds, expected one")
         not_too_large(path, series.shape, most)
+        _check_axes(path, series.axes, series.shape)
         photometric = tifffile.PHOTOMETRIC(page.photometric).name.lower()
+        samples = tuple(int(kind) for kind in page.extrasamples)
+        about = _about(page)
         needed = page.compression not in (1, 8, 32946, 32773)  # what tifffile does by itself
-        if needed or photometric not in ("minisblack", "miniswhite", "rgb"):
+        if needed or page.bitspersample in (1, 2, 4) or photometric not in ("minisblack", "miniswhite", "rgb"):
             # LZW and the like: Pillow has them, for 8 bits and for 16 without colour.
+            deep = page.bitspersample == 16 and (page.samplesperpixel > 1 or photometric == "miniswhite")
+            if deep or samples not in ((), (2,)):
+                raise FileError(
+                    f"{path}: has {page.samplesperpixel} channel(s) of {page.bitspersample} bits, {photometric}, with "
+                    f"{tifffile.COMPRESSION(page.compression).name} compression; save it as grey or RGB without that"
+                )
             content = _read_pillow(path, "tiff", most)
-            return dataclasses.replace(content, extra=dataclasses.replace(content.extra, compressed=True))
+            extra = dataclasses.replace(content.extra, compressed=page.compression != 1, **about)
+            return dataclasses.replace(content, extra=extra)
         values, axes = series.asarray(), series.axes
-        if "S" in axes:
-            values = np.moveaxis(values, axes.index("S"), -1)
-        tags = {name: page.tags[name].value for name in (ORIENTATION, 34675, 282, 283, 296) if name in page.tags}
-    channels = 3 if photometric == "rgb" else 1
-    alpha = None
-    if "S" in axes and values.shape[-1] > channels:
-        values, alpha = values[..., :channels], values[..., channels:]
-        values = values[..., 0] if channels == 1 else values
-    levels = DEPTHS.get(values.dtype.name)
-    if levels is None and values.dtype.name not in ("float16", "float32", "float64"):
+    if page.bitspersample != 8 * values.dtype.itemsize:
+        raise FileError(f"{path}: has {page.bitspersample} bits, expected 8 or 16, or floats")
+    if values.dtype.name not in (*DEPTHS, "float16", "float32", "float64"):
         raise FileError(f"{path}: has dtype {values.dtype}, expected uint8, uint16, float16, float32 or float64")
-    dpi = None
-    if 282 in tags and 283 in tags and tags.get(296, 2) == 2 and tags[282][1] and tags[283][1]:
-        dpi = tags[282][0] / tags[282][1], tags[283][0] / tags[283][1]
-    compressed = page.compression != 1
-    extra = Extra(alpha, tags.get(34675), None, int(tags.get(ORIENTATION, 1)), dpi, (), photometric, compressed)
-    return Content("picture", "tiff", {"": Part(np.ascontiguousarray(values), 0.0, 1.0, levels)}, False, extra)
+    values = np.moveaxis(values, axes.index("S"), -1) if "S" in axes else values[..., None]
+    if math.prod(values.shape[:-3]) == 1:
+        values = values.reshape(values.shape[-3:])  # one page is none
+    else:
+        values = values.reshape(-1, *values.shape[-3:])
+    own = 3 if photometric == "rgb" else 1
+    if values.shape[-1] < own:
+        raise FileError(f"{path}: says RGB, and has {values.shape[-1]} channel(s)")
+    samples = (*samples, *(0,) * values.shape[-1])[: values.shape[-1] - own]
+    colours = own + sum(kind not in (1, 2) for kind in samples)
+    if any(kind in (1, 2) for kind in samples[: colours - own]):
+        raise FileError(f"{path}: has an alpha channel before others, expected it to be the last")
+    values, alpha = values[..., :colours], values[..., colours:]
+    if photometric == "miniswhite":
+        if colours > 1 or values.dtype.name not in DEPTHS:
+            raise FileError(f"{path}: has {colours} channel(s) of {values.dtype} whose 0 is white; convert it first")
+        values = np.iinfo(values.dtype).max - values
+    extra = Extra(
+        alpha if alpha.shape[-1] else None,
+        photometric=photometric,
+        compressed=page.compression != 1,
+        samples=samples,
+        **about,
+    )
+    return Content("picture", "tiff", {"": _part(values if colours > 1 else values[..., 0], colours > 1)}, False, extra)
 
 
-def _write_tiff(path: Path, values: Array, extra: Extra, level: int) -> None:
+def _check_axes(path: Path, axes: str, shape: tuple[int, ...]) -> None:
+    """Pages of pictures are written and read back as they are; what has more axes would come back in another shape."""
+    pages = [size for axis, size in zip(axes, shape, strict=True) if axis not in "YXS" and size > 1]
+    if not axes.replace("S", "").endswith("YX") or len(pages) > 1:
+        raise FileError(f"{path}: has the axes {axes} of shape {shape}, expected one picture or pages of one size")
+
+
+def _about(page: Any) -> dict[str, Any]:
+    """What the tags of a TIFF say beside its pixels."""
+    tags = {name: page.tags[name].value for name in (ORIENTATION, PROFILE, *RESOLUTION) if name in page.tags}
+    across, down, unit = (tags.get(name) for name in RESOLUTION)
+    unit, resolution, dpi = 2 if unit is None else int(unit), None, None
+    if across and down and across[1] and down[1]:
+        resolution = across, down, unit
+        if unit in (2, 3):  # an inch, or a centimetre
+            dpi = tuple(a / b * (1 if unit == 2 else 2.54) for a, b in (across, down))
+    return {
+        "profile": tags.get(PROFILE),
+        "orientation": int(tags.get(ORIENTATION, 1)),
+        "dpi": dpi,
+        "resolution": resolution,
+    }
+
+
+def _write_tiff(path: Path, values: Array, part: Part, extra: Extra, level: int) -> None:
     import tifffile
 
-    colour = values.shape[-1] - (0 if extra.alpha is None else extra.alpha.shape[-1]) if values.ndim > 2 else 1
-    options: dict[str, Any] = {"photometric": extra.photometric or ("rgb" if colour == 3 else "minisblack")}
-    if extra.alpha is not None:
-        options |= {"extrasamples": ["unassalpha"] * extra.alpha.shape[-1], "planarconfig": "contig"}
+    options: dict[str, Any] = {"photometric": extra.photometric or ("rgb" if part.channels else "minisblack")}
+    if part.channels or extra.alpha is not None:
+        options["planarconfig"] = "contig"
+    if extra.samples or extra.alpha is not None:
+        options["extrasamples"] = extra.samples or (2,)
     if extra.compressed:
         options |= {"compression": "zlib", "compressionargs": {"level": level}}
-    if extra.dpi:
+    if extra.resolution:
+        options |= {"resolution": extra.resolution[:2], "resolutionunit": extra.resolution[2]}
+    elif extra.dpi:
         options |= {"resolution": extra.dpi, "resolutionunit": "inch"}
     if extra.orientation != 1:
         options["extratags"] = [(ORIENTATION, "H", 1, extra.orientation, True)]
@@ -219,6 +324,7 @@ def _write_tiff(path: Path, values: Array, extra: Extra, level: int) -> None:
 # --- PNG of 16 bits: the format is https://www.w3.org/TR/png-3/ -------------------------------------------------------
 
 CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}  # by the type of colour; without palettes
+BITS = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}  # that each may have
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 # Of the seven passes of an interlaced picture: first row and column, and the distance to the next.
 PASSES = ((0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4), (2, 0, 4, 2), (0, 1, 2, 2), (1, 0, 2, 1))
@@ -257,34 +363,54 @@ def _header(path: Path, data: bytes) -> _Header:
     width, height, depth, colour, _, _, interlaced = struct.unpack(">2I5B", data)
     if not width or not height:
         raise FileError(f"{path}: has no elements")
+    if depth not in BITS.get(colour, ()):
+        raise FileError(f"{path}: is damaged: there is no PNG of colour type {colour} with {depth} bits")
     return _Header(width, height, depth, colour, bool(interlaced))
 
 
-def _start_of_png(path: Path, file: BinaryIO) -> tuple[_Header, tuple[tuple[bytes, bytes], ...]]:
-    """The header, and what stands before the pixels about colour."""
+def _start_of_png(path: Path, file: BinaryIO) -> tuple[_Header, tuple[tuple[bytes, bytes], ...], Array | None]:
+    """The header, what stands before the pixels about colour, and what is transparent, of 8 bits."""
     start = file.read(8)
     if start != SIGNATURE:
         # Pillow knows what it is instead.
-        return _Header(1, 1, 8, 0, False), ()
+        return _Header(1, 1, 8, 0, False), (), None
     file.seek(0)
-    found = []
+    header, found, key = None, [], None
     for name, data in _chunks(path, file, until=b"IDAT"):
         if name == b"IHDR":
             header = _header(path, data)
+        elif name == b"tRNS":
+            key = data
         elif name in COLOUR_CHUNKS:
             found.append((name, data))
-    return header, tuple(found)
+    if header is None:
+        raise FileError(f"{path}: is damaged: it has no header")
+    return header, tuple(found), None if key is None else _key(path, header, key)
+
+
+def _key(path: Path, header: _Header, data: bytes) -> Array | None:
+    """The value, or colour, that is transparent, on the scale on which pixels are read. Palettes have another way."""
+    if header.colour not in (0, 2):
+        return None
+    if len(data) != 2 * CHANNELS[header.colour]:
+        raise FileError(f"{path}: is damaged: {len(data)} bytes say what is transparent")
+    top = 2**header.depth - 1
+    return (np.frombuffer(data, ">u2") & top) * (1 if top > 255 else 255 // top)
 
 
 def _read_png16(path: Path, most: int) -> Content:
-    kept, pixels, profile, exif, dpi = [], [], None, None, None
+    kept, pixels, profile, exif, dpi, key = [], [], None, None, None, None
     with path.open("rb") as file:
         for name, data in _chunks(path, file):
             if name == b"IHDR":
                 header = _header(path, data)
                 not_too_large(path, (header.width, header.height, CHANNELS[header.colour]), most)
+            elif name == b"acTL" and (frames := struct.unpack(">2I", data)[0]) > 1:
+                raise FileError(f"{path}: has {frames} frames, expected one picture")
             elif name == b"IDAT":
                 pixels.append(data)
+            elif name == b"tRNS":
+                key = _key(path, header, data)
             elif name == b"iCCP":
                 profile = zlib.decompress(data[data.index(b"\0") + 2 :])
             elif name == b"eXIf":
@@ -299,6 +425,7 @@ def _read_png16(path: Path, most: int) -> Content:
     if header.colour in (4, 6):
         values, alpha = values[..., :-1], values[..., -1:]
     values = values[..., 0] if values.shape[-1] == 1 else values
+    alpha = alpha if key is None else _but(values, key)
     orientation = 1
     if exif:
         from PIL import Image
@@ -307,7 +434,7 @@ def _read_png16(path: Path, most: int) -> Content:
         found.load(exif)
         orientation = found.get(ORIENTATION, 1)
     extra = Extra(alpha, profile, exif, orientation, dpi, tuple(kept))
-    return Content("picture", "png", {"": Part(np.ascontiguousarray(values), 0.0, 1.0, 65536)}, False, extra)
+    return Content("picture", "png", {"": _part(values, values.ndim == 3)}, False, extra)
 
 
 def _unpacked(path: Path, header: _Header, packed: bytes) -> Array:
@@ -355,7 +482,7 @@ def _unfiltered(path: Path, lines: Array, columns: int, width: int) -> Array:
 
 
 def _png16(values: Array, extra: Extra, level: int) -> bytes:
-    values = _with_channels(values)
+    values = values if values.ndim == 3 else values[..., None]
     height, width, channels = values.shape
     colour = {count: colour for colour, count in CHANNELS.items()}[channels]
     lines = np.ascontiguousarray(values.astype(">u2")).view(np.uint8).reshape(height, -1)

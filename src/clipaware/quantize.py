@@ -284,7 +284,7 @@ def steps(
     unit
         The weight of a step: a number, or one per element.
     slack
-        Which part of the size counts as rounding.
+        Eight times the spacing of the size's dtype at 1: that much above the reach still counts as reachable.
     out
         Where the steps of each element may be written to: an array like `room`.
 
@@ -294,6 +294,8 @@ def steps(
     """
     path = _Path(delta, room, unit, p)
     end = path.point(LAST)
+    # The largest norm is a whole number of steps, which a size may have been rounded from.
+    fine = slack / 16 if p == math.inf else 8 * ULP
     if not 1e-270 < end.power < 1e270 and p < math.inf and end.number:
         # Powers of these numbers are none any more: count in other units.
         largest = float(np.max(unit * room))
@@ -311,7 +313,7 @@ def steps(
     if mode != "equal":
         came = path.point(one)
         norm = path.root(came.power)
-        if norm <= size * (1 + slack) if mode == "at_most" else norm >= size * (1 - slack):
+        if norm <= size * (1 + fine) if mode == "at_most" else norm >= size * (1 - fine):
             return done(path.at(one), one, came.power)
     if size >= reach:
         moves = room > 0
@@ -319,7 +321,7 @@ def steps(
             last = np.max((room[moves] - 0.5) / abs(delta[moves]).astype(np.float64))
         return done(room.copy(), float(last), end.power, size <= reach * (1 + slack))
 
-    limit = path.raised(size * (1 + {"at_most": slack, "at_least": -slack}.get(mode, 0.0)))
+    limit = path.raised(size * (1 + {"at_most": fine, "at_least": -fine}.get(mode, 0.0)))
     lo, hi = _bracket(path, _Point(0.0, 0.0, 0.0), end, naive, limit)
     moved = path.at(lo.eta, out)
     found = done(moved, *_last_steps(path, moved, lo, hi, limit, size, mode, seed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -23,9 +24,11 @@ from clipaware._cli.work import (
     Settings,
     Skipped,
     Task,
+    digest,
     do,
     find_inputs,
     plan,
+    real,
     run,
 )
 from clipaware._media import KINDS, MOST, FileError
@@ -98,10 +101,12 @@ def at_least(value: int, least: int, name: str) -> int:
 
 
 def settings_of(norm: str, kind: str, unreachable: str, **others: Any) -> Settings:
-    (p,) = numbers([norm], "--norm", 1.0, infinite=True)[:1] or [2.0]
+    orders = numbers([norm], "--norm", 1.0, infinite=True)
+    if len(orders) != 1:
+        raise CommandError(f"--norm is {norm}, expected one number")
     one_of(kind, noise.KINDS, "--noise")
     one_of(unreachable, UNREACHABLE, "--unreachable")
-    return Settings(noise=kind, norm=p, unreachable=unreachable, **others)
+    return Settings(noise=kind, norm=orders[0], unreachable=unreachable, **others)
 
 
 def complete(*words: str) -> Callable[[str], list[str]]:
@@ -228,53 +233,58 @@ def perturb(
         raise CommandError(f"--compression is {compression}, expected a whole number from 0 to 9")
     at_least(repeats, 1, "--repeats")
     at_least(seed, 0, "--seed")
+    at_least(1 if jobs is None else jobs, 1, "--jobs")
     if resume and overwrite:
         raise CommandError("--resume keeps what is there and --overwrite does not; choose one")
     if out.exists() and not out.is_dir():
         raise CommandError(f"--out is {out}, which is a file, expected a folder")
     found, errors = find_inputs(inputs, out)
-    tasks = plan(found, out, sizes, repeats, seed, format)
+    tasks = plan(found, out, sizes, repeats, seed, format, delta)
     record = Manifest(out / f"manifest.{one_of(manifest, ('csv', 'jsonl'), '--manifest')}")
-    known = _known(record, tasks, settings, resume, overwrite)
-    _perturb(tasks, settings, record, known, errors, jobs, json_lines)
+    _perturb(tasks, settings, record, errors, jobs, json_lines, resume, overwrite)
 
 
-def _known(
+def _before(
     record: Manifest, tasks: list[Task], settings: Settings, resume: bool, overwrite: bool
-) -> dict[Path, list[Row]]:
-    """What an earlier run has done of these tasks, by output. Without leave, nothing is to be there."""
+) -> tuple[dict[Path, list[Row]], set[Path]]:
+    """What the manifest tells of outputs that are there, and which of them this run need not make again. Without leave,
+    nothing is to be there."""
+    if record.path.exists() and not (resume or overwrite):
+        raise CommandError(f"{record.path} exists; choose --resume, --overwrite or another --out")
+    there = [task.output for task in tasks if task.output.exists()]
+    if there and not (resume or overwrite):
+        more = f" and {len(there) - 1} more" if len(there) > 1 else ""
+        raise CommandError(f"{there[0]}{more} exist(s) already; choose --resume, --overwrite or another --out")
     rows: dict[Path, list[Row]] = {}
-    if record.path.exists() and not (overwrite and not resume):
-        if not resume:
-            raise CommandError(f"{record.path} exists; choose --resume, --overwrite or another --out")
-        for row in record.load():
+    for row in record.load() if record.path.exists() else []:
+        if row["output"].exists():
             rows.setdefault(row["output"], []).append(row)
-    if not resume:
-        there = [task.output for task in tasks if task.output.exists()]
-        if there and not overwrite:
-            more = f" and {len(there) - 1} more" if len(there) > 1 else ""
-            raise CommandError(f"{there[0]}{more} exist(s) already; choose --resume, --overwrite or another --out")
-        return {}
-    known: dict[Path, list[Row]] = {}
-    for task in tasks:
-        for row in rows.get(Path(os.path.normpath(task.output)), []):
-            now = _identity(task, settings)
-            differing = [name for name in now if row[name] != now[name]]
-            if differing:
-                name = differing[0]
+    there_already = ((real(task.output), task) for task in tasks if resume)
+    return rows, {path for path, task in there_already if _kept(task, rows.get(path, []), settings, record)}
+
+
+def _kept(task: Task, found: list[Row], settings: Settings, record: Manifest) -> bool:
+    """Whether an output is what this run would make, too; a CommandError, if the run was another."""
+    now = _identity(task, settings)
+    for row in found:
+        for name in now:
+            if row[name] != now[name]:
                 raise CommandError(
                     f"{record.path} was made with {name} {row[name]} for {task.output.name}, now it is {now[name]}; "
                     "choose the same options, --overwrite or another --out"
                 )
-            if task.output.exists():
-                known.setdefault(task.output, []).append(row | {"input": task.input, "output": task.output})
-    return known
+        if task.input.is_file() and digest(task.input) != row["input_sha256"]:
+            return False
+        if digest(task.output) != row["output_sha256"]:
+            return False
+    return bool(found)
 
 
 def _identity(task: Task, settings: Settings) -> Row:
     """What makes an output the one that it is, as the manifest has it."""
     return {
-        "noise": os.path.normpath(settings.delta) if settings.delta else settings.noise,
+        "noise": str(real(settings.delta)) if settings.delta else settings.noise,
+        "delta_sha256": digest(settings.delta) if settings.delta and settings.delta.is_file() else "",
         "seed": task.seed,
         "measure": task.measure,
         "value": task.value,
@@ -290,18 +300,25 @@ def _perturb(
     tasks: list[Task],
     settings: Settings,
     record: Manifest,
-    known: dict[Path, list[Row]],
     errors: list[FileError],
     jobs: int | None,
     json_lines: bool,
+    resume: bool,
+    overwrite: bool,
 ) -> None:
     root = record.base
-    todo = [task for task in tasks if task.output not in known]
-    if not known and record.path.exists():
-        record.path.unlink()  # --overwrite, or a --resume of nothing
+    rows, known = _before(record, tasks, settings, resume, overwrite)
+    # What the manifest does not know of is not to be written over, unless with leave.
+    todo = [
+        dataclasses.replace(task, replaces=overwrite or real(task.output) in rows)
+        for task in tasks
+        if real(task.output) not in known
+    ]
+    if record.path.exists():
+        record.replace(row for found in rows.values() for row in found)
     for error in errors:
         show.error(f"error: {error}")
-    failed, rows = len(errors), {output: list(found) for output, found in known.items()}
+    failed, whole = len(errors), set(known)
     plain = not show.on_terminal() and not json_lines
     if plain and todo:
         print(show.line(show.HEADER))
@@ -312,7 +329,8 @@ def _perturb(
                 show.error(f"{'skipped' if isinstance(result, Skipped) else 'error'}: {result}")
                 continue
             record.add(result)
-            rows[task.output] = result
+            rows[real(task.output)] = result
+            whole.add(real(task.output))
             for row in result:
                 if not row["reachable"]:
                     show.error(
@@ -322,16 +340,19 @@ def _perturb(
                     print(show.as_json(row), flush=True)
                 elif plain:
                     print(show.line(show.cells(row, root)), flush=True)
-    done = [row for task in tasks for row in rows.get(task.output, [])]
-    if done:
-        record.replace(done)
+    done = [row for task in tasks if real(task.output) in whole for row in rows.pop(real(task.output))]
+    others = [row for found in rows.values() for row in found]
+    if done or others:
+        record.replace([*others, *done])
+    elif record.path.exists():
+        record.path.unlink()  # there is nothing left that it tells of
     if not json_lines:
         if show.on_terminal() and done:
             shown = [show.cells(row, root) for row in done]
             show.table(show.HEADER, shown, f"norm asked and delivered, p = {settings.norm:g}", f" in {record.path}")
         kept = f", {len(known)} kept from before" if known else ""
         print(
-            f"{len(rows)} of {len(tasks)} outputs in {root}{kept}; manifest: {record.path}"
+            f"{len({row['output'] for row in done})} of {len(tasks)} outputs in {root}{kept}; manifest: {record.path}"
             if done
             else "nothing written"
         )
@@ -340,7 +361,8 @@ def _perturb(
 
 
 class _threads:
-    """How many files at a time; with several, each is worked on by one thread."""
+    """How many files at a time. Each is worked on by one thread, since sums of several threads' are rounded otherwise,
+    and bytes are not to depend on how many there are."""
 
     def __init__(self, jobs: int | None, tasks: int) -> None:
         if jobs is not None:
@@ -349,8 +371,7 @@ class _threads:
         self.jobs = max(1, min(jobs or cores, tasks))
 
     def __enter__(self) -> int:
-        if self.jobs > 1:
-            ca.set_threads(1)
+        ca.set_threads(1)
         return self.jobs
 
     def __exit__(self, *_: object) -> None:

@@ -51,6 +51,8 @@ def replayed(path: Path, out: Path | None, overwrite: bool, jobs: int, most: int
 def _again(task: Task, output: Path, row: Row, base: Path, out: Path | None, overwrite: bool, most: int) -> None:
     if task.input.is_file() and digest(task.input) != row["input_sha256"]:
         raise FileError(f"{task.input}: is not the file that the manifest was made from")
+    if row["delta_sha256"] and Path(row["noise"]).is_file() and digest(Path(row["noise"])) != row["delta_sha256"]:
+        raise FileError(f"{row['noise']}: is not the direction that the manifest was made with")
     low_high = [float(bound) for bound in row["bounds"].split()]
     settings = Settings(
         noise=row["noise"] if row["noise"] in noise.KINDS else "gaussian",
@@ -73,7 +75,10 @@ def _again(task: Task, output: Path, row: Row, base: Path, out: Path | None, ove
     elif target.exists() and not overwrite:
         raise FileError(f"{target}: exists; choose --overwrite or another --out")
     else:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        task.output.replace(target)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(task.output, target)
+        except OSError as error:
+            raise FileError(f"{target}: cannot be written: {error.strerror}") from error
     if not same:
         raise FileError(f"{target}: came out different from what the manifest tells of (other versions of libraries?)")

@@ -22,7 +22,12 @@ def on_terminal() -> bool:
 
 
 def error(text: str) -> None:
-    print(f"clipaware: {text}", file=sys.stderr)
+    print(readable(f"clipaware: {text}"), file=sys.stderr)
+
+
+def readable(text: str) -> str:
+    """Names of files may have bytes that are no letters."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def cells(row: Row, root: Path) -> tuple[str, ...]:
@@ -44,7 +49,7 @@ def cells(row: Row, root: Path) -> tuple[str, ...]:
 
 
 def line(values: Sequence[str]) -> str:
-    return "  ".join(value.rjust(width) for value, width in zip(values, WIDTHS, strict=True))
+    return readable("  ".join(value.rjust(width) for value, width in zip(values, WIDTHS, strict=True)))
 
 
 def as_json(row: Row) -> str:

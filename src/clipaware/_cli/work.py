@@ -33,6 +33,7 @@ from clipaware._media import (
     Part,
     format_of,
     kind_of,
+    one_line,
     read,
     write,
     write_bytes,
@@ -47,7 +48,7 @@ UNREACHABLE = ("maximize", "skip", "fail")
 COLUMNS = (
     *("input", "output", "part", "noise", "seed", "repeat", "measure", "value", "norm"),
     *("asked", "naive", "delivered", "reach", "reachable", "clipped", "eta", "bounds"),
-    *("grayscale", "unreachable", "compression", "input_sha256", "output_sha256", "version"),
+    *("grayscale", "unreachable", "compression", "input_sha256", "delta_sha256", "output_sha256", "version"),
 )
 NUMBERS = ("value", "norm", "asked", "naive", "delivered", "reach", "clipped", "eta")
 
@@ -85,6 +86,12 @@ class Task:
     value: float
     repeat: int
     seed: int
+    replaces: bool = False  # a file that is there already, unless that is the same
+
+
+def real(path: Path) -> Path:
+    """As it is without links to folders; the file itself keeps its name."""
+    return Path(os.path.realpath(path.parent)) / path.name
 
 
 # --- planning ---------------------------------------------------------------------------------------------------------
@@ -101,8 +108,10 @@ def find_inputs(given: list[Path], out: Path) -> tuple[list[tuple[Path, str]], l
         if not path.is_dir():
             found.append((path, path.name))
             continue
+        if below == path.resolve():
+            raise CommandError(f"--out is {out}, which is a folder of inputs, too; choose another")
         files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in FORMATS and file.name[0] != "."]
-        if below != path.resolve() and below.is_relative_to(path.resolve()):
+        if below.is_relative_to(path.resolve()):
             # What an earlier run wrote there is no input.
             files = [file for file in files if not file.resolve().is_relative_to(below)]
         inside = [(file, file.relative_to(path).as_posix()) for file in files if file.is_file()]
@@ -120,7 +129,7 @@ def shown(value: float) -> str:
 def seed_for(seed: int, name: str, repeat: int, measure: str, value: float) -> int:
     """Of one output. It depends on nothing else: not on the other files, their order, or who works on them."""
     text = f"{seed}\n{PurePosixPath(name)}\n{repeat}\n{measure}\n{value!r}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+    return int.from_bytes(hashlib.sha256(text.encode(errors="surrogateescape")).digest()[:8], "big") >> 1
 
 
 def plan(
@@ -130,10 +139,12 @@ def plan(
     repeats: int,
     seed: int,
     format: str | None,
+    delta: Path | None = None,
 ) -> list[Task]:
     """All outputs, in the order of inputs, sizes and repeats."""
     tasks: dict[Path, Task] = {}
-    names, sources = {path.name for path, _ in inputs}, {path.resolve() for path, _ in inputs}
+    read_from = [path for path, _ in inputs] + ([delta] if delta else [])
+    names, sources = {path.name for path in read_from}, {path.resolve() for path in read_from}
     for path, name in inputs:
         suffix = ENDINGS.get(format, f".{format}") if format else path.suffix
         for measure, value in sizes:
@@ -178,9 +189,9 @@ def do(task: Task, settings: Settings) -> list[Row]:
     # What a lossy sound was decoded to are floats.
     if content.kind == "sound" and format == "wav" and content.lossy:
         extra = dataclasses.replace(extra, subtype="FLOAT")
-    write(task.output, Content(content.kind, format, parts, format in LOSSY, extra), settings.compression)
-    saved = read(task.output, settings.most)
+    saved = _saved(task, Content(content.kind, format, parts, format in LOSSY, extra), settings)
     digests = {"input_sha256": digest(task.input), "output_sha256": digest(task.output)}
+    digests["delta_sha256"] = digest(settings.delta) if settings.delta else ""
     for (name, part), row in zip(content.parts.items(), rows, strict=True):
         held, counted = saved.parts[name], row.pop("counted")
         # What was counted in steps, if these are in the file. Else what is.
@@ -189,8 +200,31 @@ def do(task: Task, settings: Settings) -> list[Row]:
     return rows
 
 
+def _saved(task: Task, content: Content, settings: Settings) -> Content:
+    """Write an output and read it back; it has its name only when that has worked."""
+    made = task.output.with_name(f".{task.output.stem}.{os.getpid()}{task.output.suffix}")
+    try:
+        write(made, content, settings.compression)
+        saved = read(made, settings.most)
+        for name, part in content.parts.items():
+            if name not in saved.parts or saved.parts[name].values.shape != part.values.shape:
+                raise FileError(f"{task.output}: {content.format.upper()} does not keep the shape {part.values.shape}")
+        if task.output.exists() and not task.replaces and digest(made) != digest(task.output):
+            raise FileError(f"{task.output}: exists and is another file; choose --overwrite or another --out")
+        made.replace(task.output)
+    except FileError as error:
+        raise FileError(str(error).replace(str(made), str(task.output))) from error
+    except OSError as error:
+        raise FileError(f"{task.output}: cannot be written: {error.strerror or one_line(error)}") from error
+    finally:
+        made.unlink(missing_ok=True)
+    return saved
+
+
 def perturbed(task: Task, settings: Settings, kind: str, name: str, part: Part) -> tuple[Array, Row]:
     where = f"{task.input}{f' ({name})' if name else ''}"
+    if not part.values.size:
+        raise FileError(f"{where}: has no elements")
     if part.levels is None and (odd := int((~np.isfinite(part.values)).sum())):
         raise FileError(f"{where}: has {odd} element(s) that are NaN or infinite")
     # Of an archive, every array has noise of its own.
@@ -247,16 +281,18 @@ def _eps(task: Task, kind: str, part: Part, bounds: tuple[float, float]) -> floa
     found = float(getattr(targets, f"eps_from_{task.measure}")(like, task.value, axis=None, **options).item())
     if math.isnan(found):
         raise ValueError("all of it is black, and contrast is relative to the mean")
+    if task.measure == "snr" and found == 0:
+        raise ValueError("all of it is 0, and an SNR is relative to that")
     return found
 
 
 def _noise(settings: Settings, kind: str, part: Part, seed: Any) -> Array:
     """Of the shape of an array; one for all channels if that was asked for."""
     shape = part.values.shape
-    if settings.grayscale and kind != "array" and len(shape) > (2 if kind == "picture" else 1):
+    if settings.grayscale and part.channels:
         shape = (*shape[:-1], 1)
     dtype: Any = np.float64 if part.values.dtype == np.float64 or (part.levels or 0) > 2**24 else np.float32
-    axes = {"picture": range(min(2, len(shape))), "sound": (0,)}.get(kind, noise._long_axes(shape, None))
+    axes = noise._long_axes(shape, None) if part.spatial is None else part.spatial
     drawn = "gaussian" if settings.noise == "speckle" else settings.noise
     delta = noise.sample(drawn, np.broadcast_to(dtype(0), shape), seed=np.random.default_rng(seed), axes=tuple(axes))
     if settings.noise == "speckle":
@@ -266,7 +302,8 @@ def _noise(settings: Settings, kind: str, part: Part, seed: Any) -> Array:
 
 
 @lru_cache(maxsize=2)
-def _read_delta(path: Path, most: int) -> Array:
+def _read_delta(path: Path, folder: str, changed: int, most: int) -> Array:
+    """The array in a file, which is as it was as long as these are the same."""
     content = read(path, most)
     if len(content.parts) > 1:
         raise FileError(f"{path}: holds {len(content.parts)} arrays, expected one")
@@ -283,13 +320,13 @@ def _read_delta(path: Path, most: int) -> Array:
 
 def _delta(path: Path, part: Part, most: int, where: str) -> Array:
     """The direction in a file, in the shape of an array; one for all channels if it has but one."""
-    values, shape = _read_delta(path, most), part.values.shape
-    if values.ndim == len(shape) - 1:
+    changed = path.stat().st_mtime_ns if path.is_file() else 0
+    values, shape = _read_delta(path, os.getcwd(), changed, most), part.values.shape
+    if part.channels and values.ndim == len(shape) - 1:
         values = values[..., None]
-    if values.shape not in (shape, (*shape[:-1], 1)):
+    if values.shape != shape and not (part.channels and values.shape == (*shape[:-1], 1)):
         raise FileError(f"{where}: --delta {path} has shape {values.shape}, expected {shape}")
-    dtype = np.float64 if part.values.dtype == np.float64 or part.levels else np.float32
-    return np.broadcast_to(values.astype(dtype), shape)
+    return np.broadcast_to(values.astype(np.float64), shape)
 
 
 def _on_grid(
@@ -328,14 +365,17 @@ def _in_floats(
 ) -> tuple[Array, Row]:
     """Floats: as they are."""
     x = part.values.astype(part.values.dtype.newbyteorder("="))
-    problem: Any = x, delta.astype(x.dtype), eps
+    # So that it is neither too large nor too small for x's dtype.
+    top = float(np.max(np.abs(delta), initial=0))
+    shift = 0 if 1e-3 < top < 1e3 else -math.frexp(top)[1]
+    problem: Any = x, np.ldexp(delta, shift).astype(x.dtype), eps
     options: Any = {"p": p, "bounds": bounds, "axis": None}
     report = ca.report(*problem, **options)
     row = {
         name: getattr(report, column).item()
         for name, column in (("naive", "naive_norm"), ("reach", "reach"), ("reachable", "reachable"))
     }
-    row |= {"clipped": report.clipped.item(), "eta": report.eta.item(), "counted": None}
+    row |= {"clipped": report.clipped.item(), "eta": math.ldexp(report.eta.item(), shift), "counted": None}
     return ca.perturb(*problem, **options).astype(part.values.dtype), row
 
 
@@ -398,6 +438,8 @@ def _tried(work: Callable[[Task], Any], task: Task) -> Any:
         return error
     except MemoryError:
         return FileError(f"{task.input}: there is not enough memory to perturb it")
+    except Exception as error:  # one file is not to end the work on all
+        return FileError(f"{task.input}: cannot be perturbed: {type(error).__name__}: {one_line(error)}")
 
 
 # --- the manifest -----------------------------------------------------------------------------------------------------
@@ -412,7 +454,7 @@ class Manifest:
     def load(self) -> list[Row]:
         """The rows that are there. The last line of an interrupted run may be cut off, and does not count."""
         try:
-            text = self.path.read_text(encoding="utf-8", errors="replace")
+            text = self.path.read_text(encoding="utf-8", errors="surrogateescape")
         except OSError as error:
             raise CommandError(f"cannot read {self.path}: {error.strerror}") from error
         try:
@@ -421,12 +463,13 @@ class Manifest:
                 rows = [json.loads(line) for line in lines[:-1] if line]
             else:
                 rows = list(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])))
-            found = [self._loaded(row) for row in rows]
+            # Of an output that was made again, the last row counts.
+            found = {(row["output"], row["part"]): row for row in map(self._loaded, rows)}
         except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
             raise CommandError(
                 f"{self.path} is no manifest of clipaware perturb: {type(error).__name__}: {error}"
             ) from error
-        return found
+        return list(found.values())
 
     def _loaded(self, row: Row) -> Row:
         row = {name: row[name] for name in COLUMNS}
@@ -437,10 +480,13 @@ class Manifest:
         for name in ("reachable", "grayscale"):
             row[name] = row[name] in (True, "True", "yes")
         for name in ("input", "output"):
-            row[name] = Path(os.path.normpath(self.base / row[name]))
+            row[name] = self._found(row[name])
         if row["noise"] not in noise.KINDS:
-            row["noise"] = os.path.normpath(self.base / row["noise"])
+            row["noise"] = str(self._found(row["noise"]))
         return row
+
+    def _found(self, path: str) -> Path:
+        return real(Path(os.path.normpath(Path(os.path.realpath(self.base)) / path)))
 
     def _stored(self, row: Row) -> Row:
         """Paths as seen from the manifest, so that all may be moved together."""
@@ -452,7 +498,7 @@ class Manifest:
         return row
 
     def _seen(self, path: Path) -> str:
-        return os.path.relpath(path, self.base).replace(os.sep, "/")
+        return os.path.relpath(real(path), os.path.realpath(self.base)).replace(os.sep, "/")
 
     def _text(self, rows: Iterable[Row], header: bool) -> str:
         stored = [self._stored(row) for row in rows]
@@ -468,13 +514,13 @@ class Manifest:
     def add(self, rows: list[Row]) -> None:
         try:
             self.base.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8", newline="") as file:
+            with self.path.open("a", encoding="utf-8", errors="surrogateescape", newline="") as file:
                 file.write(self._text(rows, header=file.tell() == 0))
         except OSError as error:
             raise CommandError(f"cannot write {self.path}: {error.strerror}") from error
 
-    def replace(self, rows: list[Row]) -> None:
+    def replace(self, rows: Iterable[Row]) -> None:
         try:
-            write_bytes(self.path, self._text(rows, header=True).encode())
+            write_bytes(self.path, self._text(rows, header=True).encode(errors="surrogateescape"))
         except FileError as error:
             raise CommandError(str(error)) from error
