@@ -222,26 +222,6 @@ BACKENDS = {
 }
 
 
-NEED_VALUES = (
-    "test_reach_is_in_reach_whatever_its_rounding",
-    "test_reach_is_reachable",
-    "test_unreachable",
-    "test_unreachable_error_says_what_is_possible",
-)
-NEED_POLISH = (
-    "test_case_8_float16",
-    "test_case_9_bfloat16",
-    "test_case_10_small_eps",
-    "test_eps_is_not_rounded_to_the_dtype",
-    "test_equal_elements",
-    "test_nearest_norm_by_brute_force",
-    "test_norm_of_ten_million",
-    "test_report",
-    "test_small_eps",
-    "test_ties_in_float32_end_at_the_nearest_norm",
-)
-
-
 @pytest.fixture(
     params=[
         pytest.param(b, id=name, marks=[pytest.mark.cuda] * (name in ("cuda", "cupy"))) for name, b in BACKENDS.items()
@@ -251,21 +231,12 @@ def be(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backe
     subnormal = request.node.originalname in ("test_subnormal_delta", "test_mixed_scales_in_one_row")
     if subnormal and request.param.name in ("jax-operations", "tensorflow-operations", "cupy"):
         pytest.skip("XLA, TensorFlow and CuPy take subnormal numbers for 0")
-    if request.param.name.startswith("dask") and request.node.originalname in (
-        "test_a_row_does_not_depend_on_the_others",
-        "test_one_picture_of_a_batch_alone",
-    ):
+    if request.node.originalname == "test_one_picture_of_a_batch_alone" and request.param.name.startswith("dask"):
         pytest.skip("the order of sums depends on the chunks")
     if request.node.originalname == "test_one_picture_of_a_batch_alone" and request.param.name in ("cuda", "cupy"):
         pytest.skip("the order of a GPU's sums depends on where a row begins")
-    if request.param.name.startswith("dask") and request.module.__name__ == "test_quantize":
-        pytest.skip("perturb_quantized takes no Dask arrays")
-    if request.param.name.startswith("dask") and request.node.originalname in NEED_VALUES:
-        pytest.skip('Dask computes later: unreachable="raise" is refused')
-    if request.param.name.startswith("dask") and request.node.originalname == "test_long_rows_and_many_rows":
-        pytest.skip("half a minute, for what others test with smaller chunks")
-    if request.param.name == "dask" and (request.node.originalname in NEED_POLISH or "20000-" in request.node.name):
-        pytest.skip("there is no polish for samples in several chunks: the scale is exact, its rounded array nearly")
+    if request.param.name == "dask" and request.module.__name__ == "test_quantize":
+        pytest.skip("perturb_quantized takes no samples that are spread over chunks")
     framework = request.param.name.removesuffix("-operations").removesuffix("-batch")
     if MODULES.get(framework, np) is None:
         pytest.skip(f"{framework} is not installed")

@@ -15,6 +15,7 @@ import clipaware as ca
 from clipaware import noise, targets
 from clipaware._backends import numpy as numpy_backend
 from clipaware.reference import directions, norm64
+from conftest import NUMPY_DTYPES
 
 dask = pytest.importorskip("dask", reason="Dask is not installed")
 da = pytest.importorskip("dask.array", reason="dask.array does not work here")
@@ -69,6 +70,60 @@ def test_every_chunking_gives_the_same(chunks, p, mode):
     np.testing.assert_allclose(v, ca.perturb(X, D, eps, **options), rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("eps", [1e-3, 1e-2])
+@pytest.mark.parametrize("mode", ["equal", "at_most"])
+def test_norm_as_written_of_small_eps(eps, mode):
+    """Rounding moves the norm of float32 arrays by 1e-5 and more here."""
+    n = 2_000_000
+    x, delta = rng.random((1, n), np.float32), rng.standard_normal((1, n), np.float32)
+    v = ca.perturb(*lazy(x, delta, chunks=(1, 600_000)), eps, mode=mode).compute()
+    off = norm64(v, x, 2)[0] / eps - 1
+    assert -2e-6 * (mode == "at_most") - 3e-7 <= off <= 3e-7 * (mode == "equal")
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_halves_are_as_near_as_in_one_piece(dtype, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(numpy_backend, "kernels", lambda: None)
+    kind = NUMPY_DTYPES[dtype]
+    x, delta = rng.random((2, 3000)).astype(kind), rng.standard_normal((2, 3000)).astype(kind)
+    for p in (1, 2, math.inf):
+        eps = ca.reach(x, delta, p=p)[:, 0].astype(float) * np.array([0.1, 0.6])
+        off = [
+            abs(norm64(v.astype(float), x.astype(float), p) / eps - 1)
+            for v in (ca.perturb(*lazy(x, delta, chunks=(1, 1100)), eps, p=p).compute(), ca.perturb(x, delta, eps, p=p))
+        ]
+        assert (off[0] <= off[1] + 1e-6).all()
+
+
+def test_empty_batches_and_samples():
+    for size, chunks in (((0, 5), (1, 2)), ((3, 0), (2, 1)), ((0, 0), (1, 1))):
+        x = da.zeros(size, chunks=chunks)
+        for eps in (1.0, np.ones(size[0])):
+            assert ca.perturb(x, x, eps).compute().shape == size
+            assert ca.rescale(x, x, eps).compute().shape == (size[0], 1)
+
+
+def test_arrays_of_all_kinds_are_read_anew(tmp_path):
+    """Slices, what is rechunked, concatenated, in memory: their graphs differ."""
+    a = da.from_array(X, chunks=(4, 3, 20))
+    grown = da.concatenate([a, a + 1], axis=2)
+    for x in (
+        a[:, 1:, 3:44],
+        a.rechunk((2, 2, 13)),
+        grown / 2,
+        grown,
+        a.persist(),
+        a.transpose(2, 0, 1),
+        da.where(a > 0.5, a, 0),
+    ):
+        delta = -2 * x
+        whole = x.compute()
+        expected = ca.perturb(whole, -2 * whole, 0.3, bounds=(-1, 3))
+        np.testing.assert_allclose(ca.perturb(x, delta, 0.3, bounds=(-1, 3)), expected, rtol=0, atol=1e-13)
+
+
 def test_nothing_is_computed_by_the_call():
     x, delta = (da.from_array(Counted(a), chunks=(3, 2, 25)) for a in (X, D))
     with Sizes() as sizes:
@@ -84,12 +139,22 @@ def test_nothing_is_computed_by_the_call():
     assert sizes.tasks == 0
 
 
+@pytest.mark.parametrize(("p", "eps", "rounds"), [(2, 1.0, 6), (2, da.ones(6), 7), (math.inf, 0.2, 5)])
+def test_rounds_of_gradients(p, eps, rounds):
+    x, delta = Counted(X), Counted(D)
+    lazy_x, lazy_delta = (da.from_array(a, chunks=(3, 4, 20), name=False) for a in (x, delta))
+    bars = ca.perturb_vjp(lazy_x, lazy_delta, eps, da.ones(X.shape, chunks=(3, 4, 20)), p=p)
+    delta.reads.clear()
+    dask.compute(*bars)
+    assert set(delta.reads.values()) == {rounds}
+
+
 @pytest.mark.parametrize(
     ("p", "mode", "chunks", "rounds"),
     [
         (2, "equal", (3, 4, 20), 5),
         (1, "at_most", (3, 4, 20), 5),
-        (math.inf, "equal", (3, 4, 20), 2),
+        (math.inf, "equal", (3, 4, 20), 3),
         (2, "equal", (3, 4, 50), 1),
     ],
 )
@@ -182,15 +247,42 @@ def test_rows_that_make_no_sense_are_nan(chunks):
 
 def test_what_is_refused():
     x, delta = lazy(X, D, chunks=(2, 4, 20))
-    with pytest.raises(ValueError, match=r'unreachable is "raise", which needs values that are not known under Dask'):
-        ca.perturb(x, delta, 1.0, unreachable="raise")
     with pytest.raises(TypeError, match=r"delta is a numpy array, expected a dask array to match x"):
         ca.perturb(x, D, 1.0)
     unknown = x[x[:, 0, 0] > 0.5]
     with pytest.raises(ValueError, match=r"expected known chunk sizes; call its compute_chunk_sizes\(\) first"):
         ca.perturb(unknown, unknown, 1.0)
-    with pytest.raises(TypeError, match=r"x is a dask array, which perturb_quantized does not take"):
+    with pytest.raises(ValueError, match=r"x has samples in several chunks, .* x.rechunk\(\{2: -1\}\) brings them"):
         ca.perturb_quantized(x, delta, 1.0)
+
+
+@pytest.mark.parametrize("chunks", [(2, 4, 50), (4, 3, 17)])
+def test_unreachable_is_an_error_when_computed(chunks):
+    x, delta = lazy(X, D, chunks=chunks)
+    eps = np.array([1.0, 1.0, 1.0, 50.0, 1.0, 1.0])
+    for function in (ca.perturb, ca.rescale):
+        found = function(x, delta, eps, unreachable="raise")
+        with pytest.raises(ca.UnreachableError, match=r"sample 3: eps 50 > reach") as caught:
+            found.compute()
+        np.testing.assert_array_equal(caught.value.rows, [3])
+        np.testing.assert_allclose(caught.value.reach, ca.reach(X, D).ravel()[3], rtol=1e-12)
+        assert not np.isnan(function(x, delta, 1.0, unreachable="raise")).any()
+
+
+@pytest.mark.parametrize("kind", ["float64", "float32"])
+def test_quantized(kind):
+    x, delta = (np.rint(X * 255) / 255).astype(kind), D.astype(kind)
+    lower, upper = np.zeros((4, 1), kind), da.ones((6, 1, 1), dtype=kind, chunks=4)
+    eps = np.linspace(0.2, 2, 6).astype(kind)
+    for given, bounds in ((1.0, (0, 1)), (eps, (lower, upper)), (da.from_array(eps, chunks=4), (0, 1))):
+        size, *ends = (np.asarray(a) if isinstance(a, da.Array) else a for a in (given, *bounds))
+        expected = ca.perturb_quantized(x, delta, size, bounds=tuple(ends), seed=3)
+        v = ca.perturb_quantized(*lazy(x, delta, chunks=(4, 4, 50)), given, bounds=bounds, seed=3)
+        assert isinstance(v, da.Array)
+        np.testing.assert_array_equal(v, expected)
+    too_much = ca.perturb_quantized(*lazy(x, delta, chunks=(4, 4, 50)), eps * 25, unreachable="raise")
+    with pytest.raises(ca.UnreachableError, match=r"sample 5: eps 50 > reach"):
+        too_much.compute()
 
 
 def test_report_prints():

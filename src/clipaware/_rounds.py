@@ -11,6 +11,10 @@ root. `narrowed` makes the breakpoints of that bin, from the least to the larges
 if it has but one breakpoint, f is known in closed form: once the root is there, it is exact. Else, after the last
 round, it is known to the width of a bracket times the share of f that belongs to it.
 
+What is wanted is the norm of the array as it is stored, which rounding moves. Where that matters, the last rounds also
+measure it, at several scales around the root at once (`tried`), and `chosen` takes the one that is nearest to eps, or a
+scale between two where the norm is as good as a line there.
+
 All arrays are NumPy's, ``(rows, n)`` for parts of rows and ``(..., 1)`` for numbers per row.
 """
 
@@ -29,7 +33,8 @@ Array = Any
 
 CAP = 1 + 2.0**-50  # in units of eps, more room than any element needs
 MOST = np.finfo(np.float64).max
-TRIES = np.array([0, 1 / 256, 1 / 64, 1 / 16, 1 / 4, 1, 2])  # of what rounding may add: by how much less is tried
+OUTER = 4.0 ** np.arange(-3, 1)  # where scales are tried on either side of those next to the root
+FEWEST, MOST_TRIES, TRIED = 64, 512, 2**18  # scales that are tried, and elements in all for a row to have more of them
 
 
 class Look(NamedTuple):
@@ -43,7 +48,7 @@ class Look(NamedTuple):
     least: Array  # the smallest breakpoint
     last: Array  # the largest
     largest: Array  # the largest |delta| of what can move by eps
-    far: Array  # the largest |x|
+    far: Array  # the largest |v| that there can be
     plain: Array  # the sum of powers of clip(x + delta) - x, as rounded, over eps
 
 
@@ -52,13 +57,22 @@ class State(NamedTuple):
 
     T: Array  # as good as it is known
     done: Array  # 1 if that is exact
+    doubt: Array  # and else by what share it may be off
     lo: Array  # the root is between these two breakpoints
     hi: Array
     slope: Array  # d log(norm) / d log(T)
-    margin: Array  # the share of eps by which rounding may add to the norm
+    noise: Array  # the share of eps that rounding usually adds to the norm, or takes,
+    most: Array  # and the most that it can
+    top: Array  # the largest |delta|
     status: Array
     lost: Array  # 1 if the row is to become NaN
+    reach: Array  # of rows that cannot reach eps
     eta: Array
+    # Scales are tried between the outer two, most of them between the inner; none if the first is not below the last.
+    left: Array
+    near_left: Array
+    near_right: Array
+    right: Array
 
 
 def columns(kind: Any, a: Array) -> Any:
@@ -80,8 +94,12 @@ def look(
     eps = np.where(eps > 0, eps, 1.0)
     enough = 1 - 8 * numerics.ulp
     kernels = host.kernels()
-    if kernels is not None and not measure:
-        return kernels.look_ahead(x, delta, lower, upper, eps, enough, p)
+    if kernels is not None:
+        seen = kernels.look_ahead(x, delta, lower, upper, eps, enough, p)
+        if measure:
+            one = np.ones((len(x), 1))
+            seen[:, -1:] = kernels.measure_moves(x, delta, lower, upper, 1 / eps, one, one, p)
+        return seen
     block = _math.Block(*(host.narrow(a, numerics) for a in (x, delta, lower, upper)))
     kept = np.clip(block.x, block.lower, block.upper)
     w = _rooms(block._replace(x=kept), eps)
@@ -98,7 +116,7 @@ def look(
         least=np.where(moves, q, math.inf).min(axis=-1, keepdims=True),
         last=host.row_max(np.where(moves, q, 0.0)),
         largest=host.row_max(np.where((w >= enough) & moves, d, 0.0)),
-        far=host.row_max(abs(kept)),
+        far=host.row_max(np.where(moves, abs(kept) + w * eps, 0.0)),
         plain=_norm_power(_added(kept, block.delta, block, x.dtype), kept, eps, p),
     )
     return stacked(found)
@@ -131,8 +149,9 @@ def merged_looks(a: Array, p: float, axis: Any) -> Array:
     return stacked(Look(**merged))
 
 
-def begun(a: Array, eps: Array, p: float, n: int, numerics: Numerics, mode: str, measured: bool) -> Array:
-    """State, after a look at the whole rows of `n` elements. For p = inf it is the last one."""
+def begun(a: Array, eps: Array, p: float, n: int, numerics: Numerics, ulp: float, mode: str, measured: bool) -> Array:
+    """State, after a look at the whole rows of `n` elements, stored with that spacing at 1. For p = inf it is the
+    last one that looks for the root."""
     seen = columns(Look, a)
     lost = (seen.bad > 0) | ~((eps >= 0) & (eps < math.inf) & (seen.top < math.inf))
     is_zero, at_zero = seen.top <= 0, eps <= 0
@@ -151,9 +170,11 @@ def begun(a: Array, eps: Array, p: float, n: int, numerics: Numerics, mode: str,
     lo, hi = np.maximum(start, seen.least), seen.last
     # What cannot reach eps has less room than eps in every element: there, the last breakpoint is one of delta's own.
     eta = np.minimum(np.where(unreachable, seen.last, T) * eps, HUGE)
-    # How far rounding moves an element, twice over, times as many as there are.
-    spread = n ** (1 / p) if p < math.inf else 1.0
-    margin = 2 * numerics.ulp * (seen.far + 2 * eps) * spread / eps
+    reach = np.where(is_zero, 0.0, seen.largest if p == math.inf else eps * np.minimum(seen.most, 1.0) ** (1 / p))
+    # Rounding moves an element by that share of its usual size: all of them one way, or each as it happens to.
+    size = n ** (1 / p) if p < math.inf else 1.0
+    most = np.minimum(ulp * seen.far * size / eps, HUGE)
+    noise = most if p == math.inf else most * np.minimum(most * max(p - 1, 1) / 12 + 2 / math.sqrt(max(n, 1)), 1.0)
     status = np.where(is_zero, ZERO, np.where(at_zero, AT_ZERO, np.where(unreachable, UNREACHABLE, REGULAR)))
     if mode == "at_most":
         # What is small enough is left alone: as measured, where it is to be written.
@@ -162,7 +183,9 @@ def begun(a: Array, eps: Array, p: float, n: int, numerics: Numerics, mode: str,
         status = np.where(alone & measured & (plain <= 1 - _math.SLACK), HELD, status)
     done = free | short | (status == ZERO) | (status == AT_ZERO) | (status == HELD) | lost | ~(lo < hi)
     lo, hi = np.where(done, 1.0, lo), np.where(done, 1.0, hi)
-    return stacked(State(T, done, lo, hi, np.ones_like(T), margin, status, lost, eta))
+    one = np.ones_like(T)
+    known = T, done, np.where(done, 0.0, one), lo, hi, one, noise, most, seen.top, status, lost, reach, eta
+    return stacked(State(*known, *no_tries(eta)))
 
 
 # --- further rounds ---------------------------------------------------------------------------------------------------
@@ -170,14 +193,13 @@ def begun(a: Array, eps: Array, p: float, n: int, numerics: Numerics, mode: str,
 
 def bins_for(n: int) -> int:
     """How many bins the breakpoints of a row go to, where a part has `n` of them: a power of two."""
-    return int(2 ** np.clip(math.ceil(math.log2(max(n, 1))), 6, 9))
+    return int(2 ** np.clip(math.ceil(math.log2(max(n, 1))), 8, 9))
 
 
 def tally(x: Array, delta: Array, eps: Array, lower: Array, upper: Array, state: Array, p: float, bins: int) -> Array:
     """(rows, 4*(bins + 2)) of a tile: per bin of the bracket, below it and above, sums of (t*|delta|)^p with t the
     bin's lower edge, and of w^p, and the least and the largest breakpoint."""
     here = columns(State, state)
-    numerics = _math.DOUBLE if x.dtype == np.float64 else _math.SINGLE
     first, shift = _grid(here, bins)
     edges = _edges(first, shift, bins)
     rows, eps = len(x), np.where(eps > 0, eps, 1.0)
@@ -188,9 +210,8 @@ def tally(x: Array, delta: Array, eps: Array, lower: Array, upper: Array, state:
         numbers = [np.broadcast_to(a, (rows, a.shape[1])) for a in (here.done, eps, first, shift, edges)]
         kernels.tally(x, delta, lower, upper, numbers, p, found)
         return found.reshape(rows, -1)
-    block = _math.Block(*(host.narrow(a, numerics) for a in (x, delta, lower, upper)))
-    w = _rooms(block._replace(x=np.clip(block.x, block.lower, block.upper)), eps)
-    d = abs(block.delta).astype(np.float64)
+    block = _block(x, delta, lower, upper)
+    w, d = _rooms(block, eps), abs(block.delta).astype(np.float64)
     q = _breakpoints(w, d)
     place = np.clip((q.view(np.int64) - first) >> shift, -1, bins) + 1
     unit = np.concatenate([edges[..., :1], edges], axis=-1)
@@ -263,14 +284,16 @@ def narrowed(state: Array, tallies: Array, eps: Array, p: float, bins: int) -> A
     share = np.clip((1 - at_lo) / (at_hi - at_lo), 0.0, 1.0)
     chord = lo * (1 + share * ((hi / lo) ** p - 1)) ** (1 / p)
     between = np.clip(root, lo, hi)
-    T = np.where(exact, root, between + (np.maximum(chord, between) - between) / 2)
+    gap = np.maximum(chord, between) - between
+    T = np.where(exact, root, between + gap / 2)
     done = now.done > 0
+    doubt = np.where(done, now.doubt, np.where(exact, 0.0, gap / between))
     T = np.where(done, now.T, np.clip(T, now.lo, now.hi))
     slope = np.where(done, now.slope, np.clip(at(F) * (T / left) ** p, 2.0**-52, 1.0))
     eta = np.where(done, now.eta, T * eps)
     done = done | exact
     lo, hi = np.where(done, 1.0, lo), np.where(done, 1.0, hi)
-    return stacked(now._replace(T=T, done=done, lo=lo, hi=hi, slope=slope, eta=eta))
+    return stacked(now._replace(T=T, done=done, doubt=doubt, lo=lo, hi=hi, slope=slope, eta=eta))
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -288,30 +311,45 @@ def held(state: Array, mode: str, measured: bool) -> Array:
     return stacked(now._replace(status=status, eta=np.where(now.lost > 0, math.nan, eta)))
 
 
-def _added(x: Array, step: Array, block: _math.Block, dtype: Any) -> Array:
-    """clip(x + step) as it is stored."""
-    return np.clip(x + step, block.lower, block.upper).astype(dtype, copy=False)
-
-
 def written(x: Array, delta: Array, lower: Array, upper: Array, state: Array, numerics: Numerics) -> Array:
     """v of a tile."""
     now = columns(State, state)
-    # Split so that an eta which is too large or too small for the dtype loses nothing.
-    m = host.pow2(1 / np.where(now.eta > 0, now.eta, 1.0), numerics)
-    K, dm = host.narrow(now.eta * m, numerics), host.narrow(1 / m, numerics)
-    kernels = host.kernels()
-    if kernels is not None and x.dtype.itemsize > 2 and (now.status == REGULAR).all() and not now.lost.any():
-        return kernels.move(x, delta, lower, upper, K, dm)
-    block = _math.Block(*(host.narrow(a, numerics) for a in (x, delta, lower, upper)))
-    kept = np.clip(block.x, block.lower, block.upper)
-    v = _added(kept, block.delta * dm * K, block, x.dtype)
+    v = _moved(x, delta, lower, upper, *_factors(now.eta, now.eta, numerics))
     corner, still = now.status == UNREACHABLE, (now.status == ZERO) | (now.status == AT_ZERO)
-    if corner.any():
+    if corner.any() or still.any() or now.lost.any():
+        block = _block(x, delta, lower, upper)
         ahead = _math.bound_ahead(host, block.delta, block.lower, block.upper)
-        v = np.where(corner, np.where(block.delta == 0, kept, ahead), v)
-    if still.any() or now.lost.any():
-        v = np.where(now.lost > 0, math.nan, np.where(still, kept, v))
+        v = np.where(corner, np.where(block.delta == 0, block.x, ahead), np.where(still, block.x, v))
+        v = np.where(now.lost > 0, math.nan, v)
     return v.astype(x.dtype, copy=False)
+
+
+def _factors(eta: Array, scales: Array, numerics: Numerics) -> tuple[Array, Array]:
+    """K and dm of K*(delta*dm), for scales near eta: so split, what is too large or too small for the dtype loses
+    nothing."""
+    m = host.pow2(1 / np.where(eta > 0, eta, 1.0), numerics)
+    return host.narrow(np.minimum(scales * m, numerics.far), numerics), host.narrow(1 / m, numerics)
+
+
+def _block(x: Array, delta: Array, lower: Array, upper: Array) -> _math.Block:
+    """A tile in the working dtype, with x inside its bounds."""
+    numerics = _math.DOUBLE if x.dtype == np.float64 else _math.SINGLE
+    block = _math.Block(*(host.narrow(a, numerics) for a in (x, delta, lower, upper)))
+    return block._replace(x=np.clip(block.x, block.lower, block.upper))
+
+
+def _moved(x: Array, delta: Array, lower: Array, upper: Array, K: Array, dm: Array) -> Array:
+    """clip(x + K*(delta*dm)) of a tile, as it is stored."""
+    kernels = host.kernels()
+    if kernels is not None:
+        return kernels.move(x, delta, lower, upper, K, dm).astype(x.dtype, copy=False)
+    block = _block(x, delta, lower, upper)
+    return _added(block.x, block.delta * dm * K, block, x.dtype)
+
+
+def _added(x: Array, step: Array, block: _math.Block, dtype: Any) -> Array:
+    """clip(x + step) as it is stored."""
+    return np.clip(x + step, block.lower, block.upper).astype(dtype, copy=False)
 
 
 def _norm_power(v: Array, x: Array, eps: Array, p: float) -> Array:
@@ -320,30 +358,114 @@ def _norm_power(v: Array, x: Array, eps: Array, p: float) -> Array:
     return host.row_max(z) if p == math.inf else _sum(_math.power(host, z, p))
 
 
+# --- the norm of what is written --------------------------------------------------------------------------------------
+
+
+def tries_for(n: int, half: bool) -> int:
+    """How many scales are tried for a row of `n` elements: of long ones few, for their norm is nearly continuous; many
+    where elements take few values, in half precision."""
+    return MOST_TRIES if half else int(np.clip(TRIED // max(n, 1), FEWEST, MOST_TRIES))
+
+
+def no_tries(eta: Array) -> tuple[Array, Array, Array, Array]:
+    return eta, eta, eta, eta
+
+
+def aimed(state: Array, eps: Array, mode: str, enough: float) -> Array:
+    """State, with scales to try around the root, of rows whose norm rounding moves by more than `enough`; around those
+    tried before where that is narrower."""
+    now = columns(State, state)
+    root = np.minimum(now.T * eps, HUGE)
+    wanted = (now.status == REGULAR) & (now.lost == 0) & ((mode == "at_most") | (now.noise > enough))
+    if mode == "at_least":
+        wanted = wanted & (root * (1 + now.doubt) >= 1)
+    usual = (np.maximum(now.noise, 8 * _math.SLACK) + now.doubt) / now.slope
+    most = np.maximum(2 * now.most / now.slope, usual) + 8 * _math.SLACK
+    tried = (now.left < now.right) & (now.near_right - now.near_left <= 2 * usual * root)
+    ends = root / (1 + most), root / (1 + usual), root * (1 + usual), root * (1 + most)
+    chosen = {
+        name: np.where(wanted & ~tried, np.minimum(end, HUGE), getattr(now, name))
+        for name, end in zip(State._fields[-4:], ends, strict=True)
+    }
+    return stacked(now._replace(**chosen))
+
+
+def _scales(now: State, count: int) -> Array:
+    """(..., count) scales to try, increasing, evenly in their logarithms."""
+    inner = np.linspace(0, 1, count - 2 * len(OUTER))
+    return np.concatenate(
+        [
+            now.near_left * (now.left / now.near_left) ** OUTER[::-1],
+            now.near_left * (now.near_right / now.near_left) ** inner,
+            now.near_right * (now.right / now.near_right) ** OUTER,
+        ],
+        axis=-1,
+    )
+
+
 def tried(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, state: Array, p: float, numerics: Numerics
+    x: Array,
+    delta: Array,
+    eps: Array,
+    lower: Array,
+    upper: Array,
+    state: Array,
+    p: float,
+    numerics: Numerics,
+    count: int,
 ) -> Array:
-    """(rows, tries) of a tile: the sum of powers of every try, as it would be written."""
+    """(rows, count) of a tile: the sum of powers of every scale, as it would be written."""
     now = columns(State, state)
-    kept = np.clip(host.narrow(x, numerics), host.narrow(lower, numerics), host.narrow(upper, numerics)).astype(x.dtype)
-    eps = np.where(eps > 0, eps, 1.0)
-    found = []
-    for eta in np.moveaxis(_tries(now), -1, 0):
-        there = stacked(now._replace(eta=eta[..., None]))
-        found.append(_norm_power(written(x, delta, lower, upper, there, numerics), kept, eps, p))
-    return np.concatenate(np.broadcast_arrays(*found), axis=-1)
+    found = np.zeros((len(x), count))
+    rows = np.flatnonzero(now.left < now.right)
+    if not rows.size:
+        return found
+    some = [a if len(a) == 1 < len(x) else a[rows] for a in (x, delta, lower, upper, eps, state)]
+    (x, delta, lower, upper, eps), now = some[:5], columns(State, some[5])
+    K, dm = _factors(now.eta, _scales(now, count), numerics)
+    kernels = host.kernels()
+    if kernels is not None:
+        found[rows] = kernels.measure_moves(x, delta, lower, upper, 1 / eps, K, dm, p)
+        return found
+    kept = _block(x, delta, lower, upper).x
+    for k in range(count):
+        found[rows, k : k + 1] = _norm_power(_moved(x, delta, lower, upper, K[:, k : k + 1], dm), kept, eps, p)
+    return found
 
 
-def _tries(now: State) -> Array:
-    """Scales to measure, decreasing."""
-    return now.eta * np.maximum(1 - (2 * _math.SLACK + now.margin * TRIES) / now.slope, 0.0)
+def merged_powers(a: Array, axis: Any, p: float) -> Array:
+    return a.max(axis=axis, keepdims=True) if p == math.inf else a.sum(axis=axis, keepdims=True)
 
 
-def chosen(state: Array, powers: Array, p: float) -> Array:
-    """State, with the largest scale of those tried whose norm is not above eps."""
-    now = columns(State, state)
+def chosen(before: Array, state: Array, powers: Array, p: float, mode: str) -> Array:
+    """State, with the scale whose norm is the nearest to eps of those that were tried before, or not above it, and a
+    narrower range for another try."""
+    now, count = columns(State, state), powers.shape[-1]
+    scales = _scales(columns(State, before), count)
     norms = powers if p == math.inf else powers ** (1 / p)
-    fits = norms <= 1 - _math.SLACK
-    tries = np.broadcast_to(_tries(now), fits.shape)
-    best = np.where(fits, tries, 0.0).max(axis=-1, keepdims=True)
-    return stacked(now._replace(eta=np.where(now.status == REGULAR, best, now.eta)))
+    limit = 1 - _math.SLACK if mode == "at_most" else 1.0
+    fitting = (norms <= limit).sum(axis=-1, keepdims=True)
+    place = np.clip(fitting - 1, 0, count - 2)
+
+    def at(a: Array, offset: int) -> Array:
+        return np.take_along_axis(a, np.clip(place + offset, 0, count - 1), axis=-1)
+
+    def off_the_line(offset: int) -> Array:
+        """How far a norm is from the line through the two beside it."""
+        before, here, after = (at(scales, offset + i) for i in (-1, 0, 1))
+        share = (here - before) / (after - before)
+        off = abs(at(norms, offset) - (1 - share) * at(norms, offset - 1) - share * at(norms, offset + 1))
+        return np.where((before < here) & (here < after), off, math.inf)
+
+    left, right, below, above = at(scales, 0), at(scales, 1), 1 - at(norms, 0), at(norms, 1) - 1
+    wave = np.maximum(off_the_line(0), off_the_line(1))
+    smooth = (below >= 0) & (above > 0) & (wave < np.minimum(below, above))
+    between = left + (right - left) * (below / np.where(smooth, below + above, 1.0))
+    eta = np.where(smooth, between, np.where(abs(below) <= abs(above), left, right))
+    width = np.where(smooth, np.maximum(4 * wave, 8 * _math.SLACK) / now.slope * eta, right - left)
+    near_left, near_right = np.maximum(eta - width, left), np.minimum(eta + width, right)
+    if mode == "at_most":
+        eta = np.where(fitting == 0, 0.0, np.where(fitting == count, right, left))
+    tried = columns(State, before).left < columns(State, before).right
+    ends = zip(State._fields[-5:], (eta, left, near_left, near_right, right), strict=True)
+    return stacked(now._replace(**{name: np.where(tried, a, getattr(now, name)) for name, a in ends}))

@@ -20,14 +20,14 @@ from dask.base import clone_key, tokenize
 from dask.blockwise import Blockwise
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
-from clipaware import _check, _math, _rounds, targets
+from clipaware import _check, _math, _rounds, quantize, targets
 from clipaware._backends import numpy as host
 from clipaware._math import DOUBLE, SINGLE, Block, Numerics
 from clipaware._report import Report
 
 Array = Any
 
-TALLIES = 3  # rounds that narrow the bracket, between the first look and the one that writes
+ROUNDS = 3  # between the first look and the one that writes
 TILE = 2**17  # elements of a block that are worked on at a time
 
 # --- what the checks ask for ------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def _alongside(a: Array, x: Array, dtype: Any) -> Array:
     """In x's chunks, along all axes that are as long as x's."""
     if a.size == 1 and not isinstance(a, da.Array):
         return np.asarray(a, dtype)
-    chunks = tuple(c if n > 1 else (1,) for c, n in zip(x.chunks, a.shape, strict=True))
+    chunks = tuple(c if n != 1 else (1,) for c, n in zip(x.chunks, a.shape, strict=True))
     a = a if isinstance(a, da.Array) else da.from_array(np.asarray(a), chunks=chunks)
     return a.rechunk(chunks).astype(dtype)
 
@@ -156,12 +156,14 @@ def _alongside(a: Array, x: Array, dtype: Any) -> Array:
 def _renamed(a: Array, seed: str) -> Array:
     """The same array from tasks of other names, but for what is in memory anyway: read or computed anew.
 
-    As ``dask.graph_manipulation.clone``, which loses the dependencies of materialized layers (Dask 2026.8).
+    ``dask.graph_manipulation.clone`` is the public way, but loses the dependencies of slices and of what was rechunked
+    (Dask 2026.8). To rename them takes the classes of tasks, which are not public.
     """
     graph = a.__dask_graph__()
     held = {name for name, layer in graph.layers.items() if _is_data(layer)}
     names = {name: name if name in held else clone_key(name, seed) for name in graph.layers}
-    keys = {key for name, layer in graph.layers.items() if name not in held for key in layer.get_output_keys()}
+    every = {key for layer in graph.layers.values() for key in layer.get_output_keys()}
+    keys = every - {key for name in held for key in graph.layers[name].get_output_keys()}
     layers: dict[str, Any] = {}
     for name, layer in graph.layers.items():
         if name in held:
@@ -169,7 +171,7 @@ def _renamed(a: Array, seed: str) -> Array:
         elif isinstance(layer, Blockwise):
             layers[names[name]] = layer.clone(keys=keys, seed=seed)[0]
         else:
-            tasks = convert_legacy_graph(dict(layer), keys | set(layer))
+            tasks = convert_legacy_graph(dict(layer), every | set(layer))
             others = {key: clone_key(key, seed) for task in tasks.values() for key in task.dependencies & keys}
             others |= {key: clone_key(key, seed) for key in tasks}
             layers[names[name]] = MaterializedLayer(
@@ -322,37 +324,53 @@ def _look(
     return _kept(found, sample, x)
 
 
-def _tally(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, state: Array, *, sample: Any, p: float, bins: int
+def _gather(
+    x: Array,
+    delta: Array,
+    eps: Array,
+    lower: Array,
+    upper: Array,
+    state: Array,
+    *,
+    sample: Any,
+    p: float,
+    bins: int,
+    tries: int,
 ) -> Array:
+    """A tally, if there are bins, and the norms of some tries."""
+
+    tally = partial(_rounds.tally, p=p, bins=bins)
+    tried = partial(_rounds.tried, p=p, numerics=_numerics(x), count=tries)
+
+    def of_tile(*tile: Array) -> Array:
+        found = [tally(*tile)] if bins else []
+        found += [tried(*tile)] if tries else []
+        return np.concatenate(found, axis=1)
+
     arrays = _in_rows(sample, x, delta, eps, lower, upper)
-    function = partial(_rounds.tally, p=p, bins=bins)
-    numbers = [state.reshape(-1, state.shape[-1])]
-    return _kept(_swept(function, _rounds.merged_tallies, arrays, numbers, 4 * (bins + 2)), sample, x)
+    merge = partial(_merged_parts, p=p, tries=tries)
+    return _kept(_swept(of_tile, merge, arrays, [state.reshape(-1, state.shape[-1])], _width(bins, tries)), sample, x)
 
 
-def _try(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, state: Array, *, sample: Any, p: float
-) -> Array:
-    arrays = _in_rows(sample, x, delta, eps, lower, upper)
-    function = partial(_rounds.tried, p=p, numerics=_numerics(x))
-    numbers = [state.reshape(-1, state.shape[-1])]
-    found = _swept(function, partial(_merged_powers, p=p), arrays, numbers, len(_rounds.TRIES))
-    return _kept(found, sample, x)
+def _width(bins: int, tries: int) -> int:
+    return 4 * (bins + 2) * bool(bins) + tries
 
 
-def _merged_powers(a: Array, axis: Any, p: float) -> Array:
-    return a.max(axis=axis, keepdims=True) if p == math.inf else a.sum(axis=axis, keepdims=True)
+def _merged_parts(a: Array, axis: Any, p: float, tries: int) -> Array:
+    size = a.shape[-1] - tries
+    tally, powers = _rounds.merged_tallies(a[..., :size], axis), _rounds.merged_powers(a[..., size:], axis, p)
+    return np.concatenate([tally, powers], axis=-1)
 
 
-def _write(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, state: Array, *, sample: Any, missed: bool
-) -> Array:
-    arrays = _in_rows(sample, x, delta, lower, upper)
-    state, eps = state.reshape(-1, state.shape[-1]), _rows(eps, sample, x)
-    if missed:
-        now = _rounds.columns(_rounds.State, state)
-        state = _rounds.stacked(now._replace(lost=now.lost.astype(bool) | _is_missed(now.status, eps)))
+def _advanced(state: Array, found: Array, eps: Array, p: float, bins: int, tries: int, mode: str) -> Array:
+    """State, after a round."""
+    size = found.shape[-1] - tries
+    now = _rounds.narrowed(state, found[..., :size], eps, p, bins) if bins else state
+    return _rounds.chosen(state, now, found[..., size:], p, mode) if tries else now
+
+
+def _write(x: Array, delta: Array, eps: Array, lower: Array, upper: Array, state: Array, *, sample: Any) -> Array:
+    arrays, state = _in_rows(sample, x, delta, lower, upper), state.reshape(-1, state.shape[-1])
     v = np.empty(arrays[0].shape, x.dtype)
     for across, columns in _tiles(*v.shape):
         for along in columns:
@@ -370,17 +388,51 @@ def _is_missed(status: Array, eps: Array) -> Array:
     return (status == _math.UNREACHABLE) | ((status == _math.ZERO) & (eps > 0))
 
 
+def _ruled(state: Array, eps: Array, index: Array, unreachable: str) -> Array:
+    """State, with samples that cannot reach their eps lost, or an error that names them."""
+    now = _rounds.columns(_rounds.State, state)
+    missed = _is_missed(now.status, eps)
+    if unreachable == "raise":
+        _refuse(missed, index, now.reach, eps)
+    return _rounds.stacked(now._replace(lost=(now.lost > 0) | missed, eta=np.where(missed, math.nan, now.eta)))
+
+
+def _refuse(missed: Array, index: Array, reach: Array, eps: Array) -> None:
+    if missed.any():
+        rows, most, asked = (np.broadcast_to(a, missed.shape)[missed] for a in (index, reach, eps))
+        raise _check.UnreachableError(rows.astype(np.int64), most, asked)
+
+
 # --- samples within one block -----------------------------------------------------------------------------------------
 
 
 def _solve_whole(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, *, sample: Any, p: float, mode: str, missed: bool
+    x: Array,
+    delta: Array,
+    eps: Array,
+    lower: Array,
+    upper: Array,
+    index: Array,
+    *,
+    sample: Any,
+    p: float,
+    mode: str,
+    unreachable: str,
 ) -> Array:
     """v."""
     arrays = _in_rows(sample, x, delta, eps, lower, upper)
     v, _, status = host.solve(*[*arrays, p, mode, True, False])
-    lost = _is_missed(status, arrays[2]) & missed
-    return _unrows(np.where(lost, math.nan, v).astype(x.dtype) if lost.any() else v, sample, x)
+    missed = _is_missed(status, arrays[2]) & (unreachable != "maximize")
+    if missed.any():
+        if unreachable == "raise":
+            _refuse(missed, _rows(index, sample, x), _reach_of_rows(arrays, p), arrays[2])
+        v = np.where(missed, math.nan, v).astype(x.dtype)
+    return _unrows(v, sample, x)
+
+
+def _reach_of_rows(arrays: list[Array], p: float) -> Array:
+    x, delta, _, lower, upper = arrays
+    return host.reach(*[x, delta, lower, upper, p, None, False])
 
 
 def _scale_whole(
@@ -389,8 +441,10 @@ def _scale_whole(
     """State, as far as there is something to say."""
     arrays = _in_rows(sample, x, delta, eps, lower, upper)
     _, eta, status = host.solve(*[*arrays, p, mode, False, False])
-    one = np.ones_like(eta)
-    state = _rounds.State(one, one, one, one, one, one, status, np.isnan(eta), eta)
+    one, missed = np.ones_like(eta), _is_missed(status, arrays[2])
+    reach = _reach_of_rows(arrays, p) if missed.any() else one
+    top = abs(arrays[1].astype(np.float64)).max(axis=1, keepdims=True, initial=0.0)
+    state = (*[one] * 8, top, status, np.isnan(eta), reach, eta, *_rounds.no_tries(eta))
     return _kept(_rounds.stacked(state), sample, x)
 
 
@@ -407,30 +461,37 @@ def _solved(problem: _Problem, mode: str, write: bool) -> Array:
     measure = write and mode == "at_most"
     looks = _map(_look, problem.again(0), width=len(_rounds.Look._fields), p=p, measure=measure)
     looks = _reduced(looks, problem, _rounds.merged_looks, p=p)
+    half = x.dtype.itemsize == 2
     settings: Any = {"p": p, "n": n, "numerics": problem.numerics, "mode": mode, "measured": measure}
-    state = _per_sample(_rounds.begun, width, looks, eps, **settings)
-    bins = _rounds.bins_for(math.prod([max(x.chunks[i]) for i in problem.sample]))
-    for number in range(0 if p == math.inf else TALLIES - measure):
-        tallies = _map(_tally, problem.again(1 + number), state, width=4 * (bins + 2), p=p, bins=bins)
-        tallies = _reduced(tallies, problem, _rounds.merged_tallies)
-        state = _per_sample(_rounds.narrowed, width, state, tallies, eps, p=p, bins=bins)
-    state = _per_sample(_rounds.held, width, state, mode=mode, measured=measure)
-    if measure:
-        tries = _map(_try, problem.again(TALLIES), state, width=len(_rounds.TRIES), p=p)
-        state = _per_sample(_rounds.chosen, width, state, _reduced(tries, problem, _merged_powers, p=p), p=p)
-    return state
+    state = _per_sample(_rounds.begun, width, looks, eps, ulp=quantize.spacing(str(x.dtype)), **settings)
+    bins = 0 if p == math.inf else _rounds.bins_for(math.prod([max(x.chunks[i]) for i in problem.sample]))
+    for number in range(ROUNDS if bins else bool(write)):
+        # Once a bracket is narrow, and where rounding matters, the array is measured as it would be written.
+        tries = _rounds.tries_for(n, half) if write and number >= bool(bins) else 0
+        if tries:
+            enough = 0.0 if half else problem.numerics.close / 2
+            state = _per_sample(_rounds.aimed, width, state, eps, mode=mode, enough=enough)
+        parts = _map(_gather, problem.again(1 + number), state, width=_width(bins, tries), p=p, bins=bins, tries=tries)
+        found = _reduced(parts, problem, _merged_parts, p=p, tries=tries)
+        state = _per_sample(_advanced, width, state, found, eps, p=p, bins=bins, tries=tries, mode=mode)
+    return _per_sample(_rounds.held, width, state, mode=mode, measured=measure)
 
 
 def _column(state: Array, name: str) -> Array:
     return state[..., _rounds.State._fields.index(name)]
 
 
-def _options(mode: Any, unreachable: Any) -> bool:
-    """Check them; whether samples that cannot reach eps become NaN."""
+def _options(mode: Any, unreachable: Any) -> str:
+    """Check them; what becomes of samples that cannot reach eps, of which at_most has none."""
     _check.option(mode, _check.MODES, "mode")
     _check.option(unreachable, _check.UNREACHABLE, "unreachable")
-    _check.values_are_known(unreachable != "raise" or mode == "at_most", "Dask, which computes later")
-    return bool(unreachable == "nan" and mode != "at_most")
+    return "maximize" if mode == "at_most" else str(unreachable)
+
+
+def _index(problem: _Problem) -> Array:
+    """The number of each sample."""
+    kept = [1 if i in problem.sample else n for i, n in enumerate(problem.x.shape)]
+    return _alongside(np.arange(math.prod(kept)).reshape(kept), problem.x, np.float64)
 
 
 def perturb(
@@ -449,10 +510,19 @@ def perturb(
     return _perturbed(problem, mode, _options(mode, unreachable))
 
 
-def _perturbed(problem: _Problem, mode: str, missed: bool) -> Array:
+def _perturbed(problem: _Problem, mode: str, unreachable: str) -> Array:
     if not problem.split:
-        return _map(_solve_whole, problem, p=problem.p, mode=mode, missed=missed)
-    return _map(_write, problem.again(-1), _solved(problem, mode, write=True), missed=missed)
+        return _map(_solve_whole, problem, _index(problem), p=problem.p, mode=mode, unreachable=unreachable)
+    return _map(_write, problem.again(-1), _settled(problem, mode, unreachable, write=True))
+
+
+def _settled(problem: _Problem, mode: str, unreachable: str, write: bool) -> Array:
+    """The State of every sample, also of those that cannot reach their eps."""
+    state = _solved(problem, mode, write)
+    if unreachable == "maximize":
+        return state
+    numbers = (a[..., None] for a in (problem.eps, _index(problem)))
+    return _per_sample(_ruled, len(_rounds.State._fields), state, *numbers, unreachable=unreachable)
 
 
 def rescale(
@@ -468,12 +538,7 @@ def rescale(
 ) -> Array:
     """See clipaware.rescale."""
     problem = _problem(x, delta, eps, p, bounds, axis)
-    missed = _options(mode, unreachable)
-    state = _solved(problem, mode, write=False)
-    eta = _column(state, "eta")
-    if missed:
-        eta = da.where(_is_missed(_column(state, "status"), problem.eps), math.nan, eta)
-    return _cast(eta, x.dtype)
+    return _cast(_column(_settled(problem, mode, _options(mode, unreachable), write=False), "eta"), x.dtype)
 
 
 def _cast(a: Array, dtype: Any) -> Array:
@@ -534,8 +599,8 @@ def report(
 ) -> Report:
     """See clipaware.report."""
     problem = _problem(x, delta, eps, p, bounds, axis)
-    missed = _options(mode, unreachable)
-    v, state = _perturbed(problem, mode, missed), _solved(problem, mode, write=False)
+    unreachable = _options(mode, unreachable)
+    v, state = _perturbed(problem, mode, unreachable), _settled(problem, mode, unreachable, write=False)
     length = _norms(_map(_length_of_block, problem.again(-2), width=1, p=problem.p), problem)
     parts = _map(_summary_of_block, problem.again(-3), v, length, width=3, p=problem.p)
     norms = _norms(parts[..., :2], problem)
@@ -544,8 +609,6 @@ def report(
     eta, status = _column(state, "eta"), _column(state, "status")
     out_of_reach = _is_missed(status, problem.eps)
     asked = da.where(status == status, problem.eps, eta)
-    if missed:
-        eta = da.where(out_of_reach, math.nan, eta)
     found = asked, eta, norms[..., 0], norms[..., 1], _reached(problem), clipped
     return Report(*[*(_cast(a, _result(x)) for a in found), ~out_of_reach])
 
@@ -592,20 +655,18 @@ def _summary_of_block(
 
 # --- derivatives ------------------------------------------------------------------------------------------------------
 
-# The sums and maxima over a row that `_math.vjp` asks for one after another: a round for each.
-REDUCTIONS = ("max", "sum", "sum", "sum")
-REDUCTIONS_INF = ("max", "max", "sum", "sum", "sum")
-
-
-class _Needed(Exception):
-    """A sum or maximum over a row of which a block has but a part, which is the argument."""
+# What `_math.vjp` asks of a whole row after its largest |delta|: in rounds, of sums that do not need one another.
+REDUCTIONS = (("sum",), ("sum", "sum"))  # the first only matters where eps is 0
+REDUCTIONS_INF = (("max",), ("sum",), ("sum", "sum"))
 
 
 class _Ledger:
-    """NumPy's functions, but for sums and maxima over a row: those are what earlier rounds found, in their order."""
+    """NumPy's functions, but for sums and maxima over a row: those are what earlier rounds found, in their order. Parts
+    of further ones are kept, as long as nothing depends on them."""
 
     def __init__(self, known: Array) -> None:
         self.known = iter([known[:, i : i + 1] for i in range(known.shape[1])])
+        self.parts: list[Array] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(host, name)
@@ -622,14 +683,15 @@ class _Ledger:
     def _found(self, reduction: Callable[[Array], Array], a: Array) -> Array:
         found = next(self.known, None)
         if found is None:
-            raise _Needed(reduction(np.ascontiguousarray(a)))
+            found = reduction(np.ascontiguousarray(a))
+            self.parts.append(found)
         return found
 
 
-def _pulled(p: float, arrays: list[Array], numbers: list[Array]) -> tuple[Array, ...]:
+def _pulled(p: float, arrays: list[Array], numbers: list[Array], ledger: Any) -> tuple[Array, ...]:
     """Gradients of a tile: of x, delta, the bound ahead and eps."""
-    (x, delta, lower, upper, g), (eps, state, known) = arrays, numbers
-    numerics, ledger = _numerics(x), _Ledger(known)
+    (x, delta, lower, upper, g), (eps, state) = arrays, numbers
+    numerics = _numerics(x)
     block = Block(*(host.narrow(a, numerics) for a in (x, delta, lower, upper)))
     block = block._replace(x=np.clip(block.x, block.lower, block.upper))
     now = _rounds.columns(_rounds.State, state)
@@ -637,7 +699,7 @@ def _pulled(p: float, arrays: list[Array], numbers: list[Array]) -> tuple[Array,
     return _math.vjp(ledger, parts, host.narrow(g, numerics), 0.0, numerics)
 
 
-def _next_reduction(
+def _next_reductions(
     x: Array,
     delta: Array,
     eps: Array,
@@ -648,30 +710,29 @@ def _next_reduction(
     *known: Array,
     sample: Any,
     p: float,
-    kind: str,
+    kinds: tuple[str, ...],
 ) -> Array:
-    """The first sum or maximum that is not known yet."""
+    """The first sums or maxima that are not known yet."""
 
-    def of_tile(*arguments: Array) -> Array:
-        try:
-            _pulled(p, list(arguments[:5]), list(arguments[5:]))
-        except _Needed as needed:
-            return needed.args[0]
-        raise AssertionError("all sums are known")
+    def of_tile(*tile: Array) -> Array:
+        ledger = _Ledger(tile[7])
+        _pulled(p, list(tile[:5]), list(tile[5:7]), ledger)
+        return np.concatenate(ledger.parts[: len(kinds)], axis=1)
 
     arrays = _in_rows(sample, x, delta, lower, upper, g)
-    found = _swept(of_tile, partial(_merged_kind, kind=kind), arrays, _numbers(eps, state, known, sample, x), 1)
-    return _kept(found, sample, x)
+    numbers = _numbers(eps, state, known, sample, x)
+    return _kept(_swept(of_tile, partial(_merged_kinds, kinds=kinds), arrays, numbers, len(kinds)), sample, x)
 
 
 def _numbers(eps: Array, state: Array, known: tuple[Array, ...], sample: Any, x: Array) -> list[Array]:
     state = state.reshape(-1, state.shape[-1])
-    sums = np.concatenate([np.empty((len(state), 0)), *(a.reshape(-1, 1) for a in known)], axis=1)
+    top = _rounds.columns(_rounds.State, state).top
+    sums = np.concatenate([top, *(a.reshape(-1, a.shape[-1]) for a in known)], axis=1)
     return [_rows(eps, sample, x), state, sums]
 
 
-def _merged_kind(a: Array, axis: Any, kind: str) -> Array:
-    return (a.max if kind == "max" else a.sum)(axis=axis, keepdims=True)
+def _merged_kinds(a: Array, axis: Any, kinds: tuple[str, ...]) -> Array:
+    return (a.max if "max" in kinds else a.sum)(axis=axis, keepdims=True)
 
 
 def _pull_block(
@@ -696,7 +757,7 @@ def _pull_block(
         lost = _rounds.columns(_rounds.State, some[1]).lost > 0
         for along in columns:
             tiles = [_cut(a, across, along) for a in arrays]
-            x_bar, delta_bar, c_bar, _ = _pulled(p, tiles, some)
+            x_bar, delta_bar, c_bar, _ = _pulled(p, tiles, some[:2], _Ledger(some[2]))
             if of in ("lower", "upper"):
                 c_bar = np.where(tiles[1] < 0 if of == "lower" else tiles[1] > 0, c_bar, 0.0)
             bar = x_bar if of == "x" else delta_bar if of == "delta" else c_bar
@@ -704,24 +765,13 @@ def _pull_block(
     return _unrows(out, sample, x)
 
 
-def _pull_eps(
-    x: Array,
-    delta: Array,
-    eps: Array,
-    lower: Array,
-    upper: Array,
-    g: Array,
-    state: Array,
-    *known: Array,
-    sample: Any,
-    p: float,
-) -> Array:
-    """The gradient of eps, which every block of a sample finds alike."""
-    tile = [a[:, :1] for a in _in_rows(sample, x, delta, lower, upper, g)]
-    numbers = _numbers(eps, state, known, sample, x)
-    *_, eps_bar = _pulled(p, tile, numbers)
-    lost = _rounds.columns(_rounds.State, numbers[1]).lost > 0
-    return _kept(np.where(lost, math.nan, eps_bar), sample, x)
+def _pull_eps(state: Array, eps: Array, *known: Array, p: float, numerics: Numerics) -> Array:
+    """The gradient of eps, which depends on the sums alone: as of rows that have nothing else."""
+    rows, kept = state.reshape(-1, state.shape[-1]), state.shape[:-1]
+    nothing = [np.zeros((len(rows), 1), np.float64 if numerics is DOUBLE else np.float32)] * 5
+    numbers = _numbers(np.broadcast_to(eps, (*kept, 1)).reshape(-1, 1), rows, known, (1,), nothing[0])
+    *_, eps_bar = _pulled(p, nothing, numbers[:2], _Ledger(numbers[2]))
+    return np.where(_rounds.columns(_rounds.State, rows).lost > 0, math.nan, eps_bar).reshape(*kept, 1)
 
 
 def perturb_vjp(
@@ -739,18 +789,21 @@ def perturb_vjp(
     """See clipaware.perturb_vjp."""
     problem = _problem(x, delta, eps, p, bounds, axis)
     _check.same_kind(_check.array(x, "x"), x, grad, "grad")
-    missed = _options(mode, unreachable)
+    unreachable = _options(mode, unreachable)
     g = grad.rechunk(x.chunks)
-    state = _solved(problem, mode, write=False)
-    if missed:
+    state = _settled(problem, mode, "maximize" if unreachable == "nan" else unreachable, write=False)
+    if unreachable == "nan":
         # A result of NaN is a constant: at those samples nothing is pulled back.
         g = da.where(_is_missed(_column(state, "status"), problem.eps), 0.0, g).astype(x.dtype)
     known: list[Array] = []
     p = problem.p
-    for number, kind in enumerate(REDUCTIONS_INF if p == math.inf else REDUCTIONS):
+    reductions: Any = REDUCTIONS_INF if p == math.inf else REDUCTIONS
+    if p < math.inf and not isinstance(problem.eps, da.Array) and (problem.eps > 0).all():
+        known, reductions = [_column(state, "top")[..., None]], REDUCTIONS[1:]  # anything: it is not looked at
+    for number, kinds in enumerate(reductions):
         again = problem.again(10 + number)
-        parts = _map(_next_reduction, again, g, state, *known, width=1, p=p, kind=kind)
-        known.append(_reduced(parts, problem, _merged_kind, kind=kind))
+        parts = _map(_next_reductions, again, g, state, *known, width=len(kinds), p=p, kinds=kinds)
+        known.append(_reduced(parts, problem, _merged_kinds, kinds=kinds))
 
     def pulled(of: str) -> Array:
         return _map(_pull_block, problem.again(20), g, state, *known, p=p, of=of)
@@ -759,9 +812,7 @@ def perturb_vjp(
         _unbroadcast(pulled(of), came).astype(_result(x))
         for of, came in zip(("lower", "upper"), problem.bound_shapes, strict=True)
     ]
-    eps_bar = _reduced(
-        _map(_pull_eps, problem.again(21), g, state, *known, width=1, p=p), problem, _merged_kind, kind="max"
-    )[..., 0]
+    eps_bar = _per_sample(_pull_eps, 1, state, problem.eps[..., None], *known, p=p, numerics=problem.numerics)[..., 0]
     came = problem.eps_shape
     if came == ():
         eps_bar = eps_bar.sum()
@@ -776,6 +827,65 @@ def _unbroadcast(bar: Array, came: tuple[int, ...]) -> Array:
     axes = tuple(i for i in range(bar.ndim) if i < extra or (came[i - extra] == 1 < bar.shape[i]))
     bar = bar.sum(axis=axes, keepdims=True, dtype=np.float64) if axes else bar
     return bar[(0,) * extra]
+
+
+# --- on the grid of a file format -------------------------------------------------------------------------------------
+
+
+def perturb_quantized(
+    x: Array,
+    delta: Array,
+    eps: Any,
+    *,
+    levels: int = 256,
+    p: float = 2,
+    bounds: Any = (0, 1),
+    axis: Any = "batch",
+    mode: str = "equal",
+    unreachable: str = "maximize",
+    seed: int = 0,
+) -> Array:
+    """See clipaware.perturb_quantized."""
+    problem = _problem(x, delta, eps, p, bounds, axis)
+    unreachable = _options(mode, unreachable)
+    quantize.check_levels(levels)
+    _check.seed(seed)
+    if problem.split:
+        spread = {i: -1 for i in problem.sample if x.numblocks[i] > 1}
+        raise ValueError(
+            f"x has samples in several chunks, expected each in one: perturb_quantized counts the steps of whole "
+            f"samples; x.rechunk({spread}) brings them together"
+        )
+    # Numbers as they came, and not as x's dtype has them; of sizes, also the dtype counts.
+    given = [a if _check.is_number(a) else None for a in (eps, *_check.bounds_pair(bounds))]
+    kind = "float64" if given[0] is not None else _check.array(eps, "eps").dtype_name(eps)
+    options = {"levels": levels, "p": p, "mode": mode, "unreachable": unreachable, "seed": seed}
+    return _map(_quantize_whole, problem, _index(problem), given=given, kind=kind, options=options)
+
+
+def _quantize_whole(
+    x: Array,
+    delta: Array,
+    eps: Array,
+    lower: Array,
+    upper: Array,
+    index: Array,
+    *,
+    sample: Any,
+    given: list[Any],
+    kind: str,
+    options: Any,
+) -> Array:
+    if not x.size:
+        return x
+    sizes = eps if eps.dtype == kind or kind not in ("float16", "float32") else eps.astype(kind)
+    size, low, high = (a if number is None else number for a, number in zip((sizes, lower, upper), given, strict=True))
+    try:
+        return quantize.perturb_quantized(x, delta, size, bounds=(low, high), axis=sample, **options)
+    except _check.UnreachableError as error:
+        rows = _rows(index, sample, x)[error.rows]
+        asked = np.broadcast_to(_rows(eps, sample, x), (len(_rows(x, sample, x)), 1))[error.rows]
+        raise _check.UnreachableError(rows[:, 0].astype(np.int64), error.reach, asked[:, 0]) from None
 
 
 # --- eps from other ways to say it (clipaware.targets) ----------------------------------------------------------------

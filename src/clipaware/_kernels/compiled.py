@@ -340,22 +340,27 @@ def _write(x, delta, a, b, out, K, dm):
 
 
 @step
+def _halved(here, move, low, high, grid):
+    """clip(here + move), rounded to float16 (grid 1) or bfloat16 (grid 2), in float32."""
+    v = np.float32(min(max(here + move, low), high))
+    pattern = v.view(np.int32)
+    drop = np.int32(13 if grid == 1 else 16)
+    odd = (pattern >> drop) & np.int32(1)
+    rounded = pattern + (np.int32(1) << (drop - np.int32(1))) - np.int32(1) + odd
+    size = abs(v)
+    if grid == 1 and size < np.float32(2.0**-14):
+        # Subnormal there: multiples of 2^-24, the spacing of float32 from 1/2 on.
+        return np.float32(math.copysign((size + np.float32(0.5)) - np.float32(0.5), v))
+    if grid == 1 and size >= np.float32(65520):
+        return np.float32(math.copysign(np.float32(np.inf), v))
+    return np.int32(rounded & ~((np.int32(1) << drop) - np.int32(1))).view(np.float32)
+
+
+@step
 def _write_half(x, delta, a, b, out, K, dm, grid):
-    """The same, rounded to float16 (grid 1) or bfloat16 (grid 2), in float32."""
+    """The same, rounded to half precision, in float32."""
     for i in range(x.size):
-        v = np.float32(min(max(x[i] + K * (delta[i] * dm), at(a, i)), at(b, i)))
-        pattern = v.view(np.int32)
-        drop = np.int32(13 if grid == 1 else 16)
-        odd = (pattern >> drop) & np.int32(1)
-        rounded = pattern + (np.int32(1) << (drop - np.int32(1))) - np.int32(1) + odd
-        size = abs(v)
-        if grid == 1 and size < np.float32(2.0**-14):
-            # Subnormal there: multiples of 2^-24, the spacing of float32 from 1/2 on.
-            out[i] = math.copysign((size + np.float32(0.5)) - np.float32(0.5), v)
-        elif grid == 1 and size >= np.float32(65520):
-            out[i] = math.copysign(np.float32(np.inf), v)
-        else:
-            out[i] = np.int32(rounded & ~((np.int32(1) << drop) - np.int32(1))).view(np.float32)
+        out[i] = _halved(x[i], K * (delta[i] * dm), at(a, i), at(b, i), grid)
 
 
 @loop
@@ -1227,9 +1232,9 @@ def _look_ahead(x, delta, a, b, inv, enough, p, order, found):
             bad = 1.0
             continue
         here, w = _room(x[i], delta[i], low, high, inv)
-        far = max(far, np.float64(abs(here)))
         top = max(top, d)
         if d > 0 and w > 0:
+            far = max(far, np.float64(abs(here)) + w / inv)
             q = min(w / d, 1.7976931348623157e308)
             least, last = min(least, q), max(last, q)
             if w >= enough:
@@ -1300,16 +1305,82 @@ def tally_rows(x, delta, lower, upper, done, inv, first, shift, edges, p, order,
                     _tally(*part, inv[i], first[i], shift[i], edges[i], p, order, found[i])
 
 
-@loop
-def _move(x, delta, a, b, K, dm, out):
+@step
+def _kept(x, a, b, here):
+    """x inside its bounds."""
     for i in range(x.size):
-        low, high = at(a, i), at(b, i)
-        here = min(max(x[i], low), high)
-        out[i] = min(max(here + (delta[i] * dm) * K, low), high)
+        here[i] = min(max(x[i], at(a, i)), at(b, i))
+
+
+@step
+def _move(here, delta, a, b, K, dm, grid, out):
+    if grid == 0:
+        _write(here, delta, a, b, out, K, dm)
+    else:
+        _write_half(here, delta, a, b, out, K, dm, grid)
 
 
 @entry
-def move_rows(x, delta, lower, upper, K, dm, out):
-    """clip(x + (K*dm)*delta), with x clipped before."""
+def move_rows(x, delta, lower, upper, K, dm, grid, out):
+    """clip(x + K*(delta*dm)), with x clipped before."""
+    here = np.empty(LANE, x.dtype)
     for i in range(x.shape[0]):
-        _move(x[i], delta[i], of_row(lower, i), of_row(upper, i), K[i], dm[i], out[i])
+        a, b = of_row(lower, i), of_row(upper, i)
+        for left in range(0, x.shape[1], LANE):
+            right = min(left + LANE, x.shape[1])
+            some, bounds = here[: right - left], (cut(a, left, right), cut(b, left, right))
+            _kept(x[i, left:right], *bounds, some)
+            _move(some, delta[i, left:right], *bounds, K[i], dm[i], grid, out[i, left:right])
+
+
+@step
+def _changes(x, delta, a, b, inv, K, dm, grid, p, order, found):
+    """What the power of every element changes by from one K to the next, of halves: each takes few values."""
+    last = K.size - 1
+    for i in range(x.size):
+        low, high = at(a, i), at(b, i)
+        here, along = min(max(x[i], low), high), delta[i] * dm
+        v = _halved(here, K[0] * along, low, high, grid)
+        end = _halved(here, K[last] * along, low, high, grid)
+        power = raised(abs(np.float64(v) - np.float64(here)) * inv, p, order)
+        found[0] = max(found[0], power) if p == np.inf else found[0] + power
+        k = 0
+        while v != end and k < last:
+            # The first K beyond with another value: in longer and longer steps, and then between the last two.
+            left, right, stride = k, k + 1, 1
+            while right < last and _halved(here, K[right] * along, low, high, grid) == v:
+                left, stride = right, 2 * stride
+                right = min(right + stride, last)
+            while right - left > 1:
+                middle = (left + right) // 2
+                if _halved(here, K[middle] * along, low, high, grid) == v:
+                    left = middle
+                else:
+                    right = middle
+            k, v = right, _halved(here, K[right] * along, low, high, grid)
+            new = raised(abs(np.float64(v) - np.float64(here)) * inv, p, order)
+            found[k] = max(found[k], new) if p == np.inf else found[k] + (new - power)
+            power = new
+
+
+@entry
+def measure_rows(x, delta, lower, upper, inv, K, dm, grid, p, order, found):
+    """Of the same for each K of a row, the sum of (|v - x|*inv)^p; for p = inf, the largest."""
+    here, out = np.empty(LANE, x.dtype), np.empty(LANE, x.dtype)
+    for i in range(x.shape[0]):
+        a, b = of_row(lower, i), of_row(upper, i)
+        if grid > 0:
+            _changes(x[i], delta[i], a, b, inv[i], K[i], dm[i], grid, p, order, found[i])
+            for k in range(1, K.shape[1]):
+                found[i, k] = max(found[i, k], found[i, k - 1]) if p == np.inf else found[i, k] + found[i, k - 1]
+            continue
+        for left in range(0, x.shape[1], LANE):
+            right = min(left + LANE, x.shape[1])
+            some, v, bounds = here[: right - left], out[: right - left], (cut(a, left, right), cut(b, left, right))
+            _kept(x[i, left:right], *bounds, some)
+            for k in range(K.shape[1]):
+                _move(some, delta[i, left:right], *bounds, K[i, k], dm[i], grid, v)
+                if p == np.inf:
+                    found[i, k] = max(found[i, k], _furthest(some, v, inv[i]))
+                else:
+                    found[i, k] += _measure(some, v, inv[i], p, order)

@@ -29,6 +29,7 @@ from clipaware._kernels.compiled import (
     find_room,
     look_at_rows,
     make_steps,
+    measure_rows,
     move_rows,
     pull_rows,
     sample_row,
@@ -325,11 +326,24 @@ def tally(x: Array, delta: Array, lower: Array, upper: Array, per_row: list[Arra
 
 
 def move(x: Array, delta: Array, lower: Array, upper: Array, K: Array, dm: Array) -> Array:
-    """clip(x + (K*dm)*delta) of a tile of float32 or float64, with x clipped before."""
-    out = np.empty(x.shape, x.dtype)
-    numbers = (easy(np.broadcast_to(a, (len(x), 1))[:, 0], x.dtype) for a in (K, dm))
-    launch(move_rows, *_tile(x, delta, lower, upper), *numbers, out)
+    """clip(x + K*(delta*dm)) of a tile, with x clipped before: rounded to x's dtype, and wider if that is half."""
+    arrays = _tile(x, delta, lower, upper)
+    out = np.empty(x.shape, arrays[0].dtype)
+    numbers = (easy(np.broadcast_to(a, (len(x), 1))[:, 0], out.dtype) for a in (K, dm))
+    launch(move_rows, *arrays, *numbers, GRIDS.get(x.dtype, BFLOAT16), out)
     return out
+
+
+def measure_moves(
+    x: Array, delta: Array, lower: Array, upper: Array, inv: Array, K: Array, dm: Array, p: float
+) -> Array:
+    """Sums of the powers of what `move` moves, times `inv`, for each K of a row."""
+    arrays = _tile(x, delta, lower, upper)
+    found = np.zeros((len(x), K.shape[1]))
+    numbers = easy(np.broadcast_to(inv, (len(x), 1))[:, 0], np.float64), easy(K, arrays[0].dtype)
+    along = *numbers, easy(np.broadcast_to(dm, (len(x), 1))[:, 0], arrays[0].dtype)
+    launch(measure_rows, *arrays, *along, GRIDS.get(x.dtype, BFLOAT16), p, ORDERS.get(p, ANY_ORDER), found)
+    return found
 
 
 def _tile(x: Array, delta: Array, lower: Array, upper: Array) -> tuple[Array, ...]:
