@@ -625,7 +625,7 @@ def dask_batch(quick: bool) -> Iterator[Row]:
 @case
 def dask_sample(quick: bool) -> Iterator[Row]:
     """One sample from Zarr to Zarr, chunked along the sample: time beside that of reading it five times and writing
-    it, and the most memory that the whole process ever has. The largest of up to 4e9 elements that the disk allows."""
+    it, and the most memory that the whole process ever has. Of up to 4e9 elements, if half of the free disk allows."""
     code = """if True:
     import math, sys, time
     import dask, dask.array as da, numpy as np, zarr
@@ -660,7 +660,7 @@ def dask_sample(quick: bool) -> Iterator[Row]:
     print(taken, 5 * reading + max(writing, 0), float(most.split()[1]) / 1e6, off)
     """
     with tempfile.TemporaryDirectory() as folder:
-        n = 20_000_000 if quick else min(4_000_000_000, int(shutil.disk_usage(folder).free / 20))
+        n = 20_000_000 if quick else min(4_000_000_000, int(shutil.disk_usage(folder).free / 32))
         command = [sys.executable, "-c", code, folder, str(n)]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
     taken, floor, peak, off = map(float, done.stdout.split())

@@ -149,6 +149,15 @@ def test_rounds_of_gradients(p, eps, rounds):
     assert set(delta.reads.values()) == {rounds}
 
 
+@pytest.mark.parametrize(("chunks", "rounds"), [((3, 4, 20), 5), ((3, 4, 50), 1)])
+def test_rounds_of_a_report(chunks, rounds):
+    x, delta = Counted(X), Counted(D)
+    report = ca.report(*(da.from_array(a, chunks=chunks, name=False) for a in (x, delta)), 1.0)
+    delta.reads.clear()
+    dask.compute(*vars(report).values())
+    assert set(delta.reads.values()) == {rounds}
+
+
 @pytest.mark.parametrize(
     ("p", "mode", "chunks", "rounds"),
     [

@@ -601,15 +601,17 @@ def report(
     problem = _problem(x, delta, eps, p, bounds, axis)
     unreachable = _options(mode, unreachable)
     v, state = _perturbed(problem, mode, unreachable), _settled(problem, mode, unreachable, write=False)
-    length = _norms(_map(_length_of_block, problem.again(-2), width=1, p=problem.p), problem)
-    parts = _map(_summary_of_block, problem.again(-3), v, length, width=3, p=problem.p)
+    # With what is read in the first round, and in the last.
+    first, last = (problem.again(0), problem.again(-1)) if problem.split else (problem, problem)
+    length = _norms(_map(_length_of_block, first, width=1, p=problem.p), problem)
+    parts = _map(_summary_of_block, last, v, length, width=3, p=problem.p)
     norms = _norms(parts[..., :2], problem)
     n = math.prod([x.shape[i] for i in problem.sample])
     clipped = parts[..., 2].sum(axis=problem.sample, keepdims=True) / max(n, 1)
     eta, status = _column(state, "eta"), _column(state, "status")
     out_of_reach = _is_missed(status, problem.eps)
     asked = da.where(status == status, problem.eps, eta)
-    found = asked, eta, norms[..., 0], norms[..., 1], _reached(problem), clipped
+    found = asked, eta, norms[..., 0], norms[..., 1], _reached(first), clipped
     return Report(*[*(_cast(a, _result(x)) for a in found), ~out_of_reach])
 
 
