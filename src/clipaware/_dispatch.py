@@ -138,10 +138,7 @@ def public(function: Callable[Params, Result]) -> Callable[Params, Result]:
 
 def _lazy(name: str) -> Any:
     """The function of that name for Dask's arrays, which are not looked at before they are computed."""
-    found = getattr(_dask(), name, None)
-    if found is None:
-        raise TypeError(f"x is a dask array, which {name} does not take; use it on blocks, by dask.array.map_blocks")
-    return found
+    return getattr(_dask(), name)
 
 
 def _torch_with_kernels() -> Any:
