@@ -217,3 +217,17 @@ def test_speed_page():
     assert threads.count() == 1
     exec(again, names)
     assert threads.count() == before
+
+
+def test_scaling_page(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("dask.array", reason="Dask is not installed")
+    pytest.importorskip("zarr", reason="zarr is not installed")
+    monkeypatch.chdir(tmp_path)
+    (block,) = blocks(ROOT / "docs" / "scaling.md")
+    names: dict = {}
+    exec(block, names)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("dask.array<truediv, shape=(2,), ")
+    assert printed[1].split()[:4] == ["sample", "eps", "eta", "norm"]
+    moved = names["da"].from_zarr("v.zarr") - names["x"]
+    np.testing.assert_allclose(np.linalg.norm(moved, axis=1), names["eps"].compute()[:, 0], rtol=1e-12)

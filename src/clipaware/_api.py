@@ -120,7 +120,7 @@ def perturb(
     Parameters
     ----------
     x
-        Samples inside their bounds: a floating array of NumPy, PyTorch, JAX, TensorFlow, CuPy or the Array API.
+        Samples inside their bounds: a floating array of NumPy, PyTorch, JAX, TensorFlow, CuPy, Dask or the Array API.
     delta
         Directions, of x's framework, device, shape and dtype. Their scale does not matter.
     eps

@@ -57,7 +57,7 @@ def array(a: Any, name: str) -> Any:
         hint = (
             "; convert it first, for instance with numpy.asarray" if isinstance(a, list | tuple | int | float) else ""
         )
-        frameworks = "NumPy, PyTorch, JAX, TensorFlow, CuPy, or any with __array_namespace__"
+        frameworks = "NumPy, PyTorch, JAX, TensorFlow, CuPy, Dask, or any with __array_namespace__"
         raise TypeError(f"{name} is {described(a)}, expected an array of a supported framework ({frameworks}){hint}")
     return be
 

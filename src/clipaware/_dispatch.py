@@ -42,6 +42,12 @@ def _tensorflow() -> ModuleType:
     return tensorflow
 
 
+def _dask() -> ModuleType:
+    from clipaware._backends import dask
+
+    return dask
+
+
 def _array_api() -> ModuleType:
     from clipaware._backends import array_api
 
@@ -57,6 +63,7 @@ _ROOTS: dict[str, tuple[Callable[[], ModuleType], str]] = {
     "jaxlib": (_jax, "jax"),
     "tensorflow": (_tensorflow, "tensorflow"),
     "cupy": (_array_api, "cupy"),
+    "dask": (_dask, "dask"),
 }
 
 
@@ -111,7 +118,9 @@ def public(function: Callable[Params, Result]) -> Callable[Params, Result]:
         lend: Callable[[Any], Any]
         if eagerpy is not None and isinstance(x, eagerpy.Tensor):
             kind, what, lend, back = eagerpy.Tensor, "an EagerPy tensor", lambda a: a.raw, eagerpy.astensor
-        elif framework_of(x) == "cupy" and (torch := _torch_with_kernels()) is not None:
+        elif (framework := framework_of(x)) == "dask":
+            return _lazy(function.__name__)(*args, **kwargs)  # type: ignore[no-any-return]
+        elif framework == "cupy" and (torch := _torch_with_kernels()) is not None:
             cupy: Any = sys.modules["cupy"]
             kind, what, lend, back = cupy.ndarray, "a cupy array", _shared(torch.from_dlpack), cupy.from_dlpack
         else:
@@ -125,6 +134,11 @@ def public(function: Callable[Params, Result]) -> Callable[Params, Result]:
     # For TensorFlow's AutoGraph: not to be rewritten.
     called.autograph_info__ = None  # type: ignore[attr-defined]
     return called
+
+
+def _lazy(name: str) -> Any:
+    """The function of that name for Dask's arrays, which are not looked at before they are computed."""
+    return getattr(_dask(), name)
 
 
 def _torch_with_kernels() -> Any:

@@ -90,7 +90,7 @@ def perturb_quantized(
         )
     _check.option(mode, _check.MODES, "mode")
     _check.option(unreachable, _check.UNREACHABLE, "unreachable")
-    _check_levels(levels)
+    check_levels(levels)
     _check.seed(seed)
     problem = _problem(x, delta, eps, p, bounds, axis)
     rows = [np.asarray(be.fetch(be.result(a, x))) for a in (problem.x, problem.delta)]
@@ -101,7 +101,7 @@ def perturb_quantized(
     ]
     sizes = np.array([[float(eps)]]) if _check.is_number(eps) else np.asarray(be.fetch(problem.eps), np.float64)
     asked = np.broadcast_to(sizes, (len(rows[0]), 1))
-    slack = 8 * _spacing("float64" if _check.is_number(eps) else _check.array(eps, "eps").dtype_name(eps))
+    slack = 8 * spacing("float64" if _check.is_number(eps) else _check.array(eps, "eps").dtype_name(eps))
     grid = _Grid(limits[0], limits[1], levels, be.dtype_name(x))
 
     v, missed = np.empty_like(rows[0]), []
@@ -116,14 +116,14 @@ def perturb_quantized(
     return problem.unrows(be.returned(v, x))  # type: ignore[no-any-return]
 
 
-def _check_levels(levels: Any) -> None:
+def check_levels(levels: Any) -> None:
     if isinstance(levels, bool) or not isinstance(levels, numbers.Integral):
         raise TypeError(f"levels is {levels!r}, expected a whole number, such as 256")
     if not 2 <= int(levels) <= MOST_LEVELS:
         raise ValueError(f"levels is {levels}, expected a whole number from 2 to 2**32")
 
 
-def _spacing(dtype: str) -> float:
+def spacing(dtype: str) -> float:
     """At 1, in that dtype; integers are exact."""
     return {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23}.get(dtype, ULP)
 
@@ -143,11 +143,11 @@ class _Grid:
         self.step = (upper - lower) / self.last
         scale = np.maximum(abs(lower), abs(upper)) + 0 * self.step
         # Between two powers of two, numbers are half as far apart as at the upper one, and rounding moves by half that.
-        if (scale * _spacing(dtype) / 4 > self.step / 4)[self.step > 0].any():
+        if (scale * spacing(dtype) / 4 > self.step / 4)[self.step > 0].any():
             raise ValueError(
                 f"x has dtype {dtype}, which cannot tell {levels} levels between these bounds apart; use a wider one"
             )
-        self.tolerance = np.minimum(16 * _spacing(dtype) * scale, self.step / 4)
+        self.tolerance = np.minimum(16 * spacing(dtype) * scale, self.step / 4)
 
     def row(self, i: int) -> list[Array]:
         """Lower bound, upper bound, step and tolerance of a row: one number each, or one per element."""
