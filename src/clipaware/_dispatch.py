@@ -53,6 +53,7 @@ def _array_api() -> ModuleType:
 _ROOTS: dict[str, tuple[Callable[[], ModuleType], str]] = {
     "numpy": (_numpy, "numpy"),
     "torch": (_torch, "torch"),
+    "torch.distributed": (_torch, "DTensor"),
     "jax": (_jax, "jax"),
     "jaxlib": (_jax, "jax"),
     "tensorflow": (_tensorflow, "tensorflow"),
@@ -76,6 +77,8 @@ def _found(array: Any) -> Any:
     cls = type(array)
     for base in cls.__mro__:
         root = base.__module__.partition(".")[0]
+        if base.__module__.startswith("torch.distributed."):
+            root = "torch.distributed"
         if root in _ROOTS:
             load, name = _ROOTS[root]
             module = load()
@@ -101,7 +104,8 @@ def described(a: Any) -> str:
 
 def public(function: Callable[Params, Result]) -> Callable[Params, Result]:
     """Let a function take arrays that others lend their code, and return such: EagerPy's tensors, which wrap another
-    framework's, and CuPy's arrays, whose memory PyTorch's kernels can work on. Nothing is imported for the question."""
+    framework's, CuPy's arrays, whose memory PyTorch's kernels can work on, and DTensors, of which every process holds a
+    part. Nothing is imported for the question."""
     names = tuple(signature(function).parameters)
 
     @wraps(function)
@@ -111,7 +115,9 @@ def public(function: Callable[Params, Result]) -> Callable[Params, Result]:
         lend: Callable[[Any], Any]
         if eagerpy is not None and isinstance(x, eagerpy.Tensor):
             kind, what, lend, back = eagerpy.Tensor, "an EagerPy tensor", lambda a: a.raw, eagerpy.astensor
-        elif framework_of(x) == "cupy" and (torch := _torch_with_kernels()) is not None:
+        elif (framework := framework_of(x)) == "DTensor":
+            return _dtensor().call(function, args, kwargs)  # type: ignore[no-any-return]
+        elif framework == "cupy" and (torch := _torch_with_kernels()) is not None:
             cupy: Any = sys.modules["cupy"]
             kind, what, lend, back = cupy.ndarray, "a cupy array", _shared(torch.from_dlpack), cupy.from_dlpack
         else:
@@ -125,6 +131,12 @@ def public(function: Callable[Params, Result]) -> Callable[Params, Result]:
     # For TensorFlow's AutoGraph: not to be rewritten.
     called.autograph_info__ = None  # type: ignore[attr-defined]
     return called
+
+
+def _dtensor() -> Any:
+    from clipaware._backends import dtensor
+
+    return dtensor
 
 
 def _torch_with_kernels() -> Any:
