@@ -506,6 +506,8 @@ def solve(
     """
     be, p, numerics = rows.be, rows.p, rows.numerics
     settled = LOOSE if write and numerics is SINGLE else numerics.settled
+    if write and numerics is DOUBLE and begin is not None:
+        settled = LOOSE**2  # as above: to pass once more costs more than to write and see
     is_zero, at_zero = rows.top <= 0, rows.eps <= 0
     still = is_zero | at_zero
     rows = rows._replace(eps=be.where(at_zero, 1.0, rows.eps), top=be.where(is_zero, 1.0, rows.top))

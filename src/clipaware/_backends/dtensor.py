@@ -10,17 +10,20 @@ import inspect
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from clipaware import _check, distributed
 from clipaware._backends import torch as alone
+from clipaware._backends.shards import Shards
 from clipaware._report import Report
 
 Array = Any
 
 LIKE_X = ("perturb", "perturb_quantized")  # the functions whose result is like x, and not one per sample
+SQUARES = ("eps_from_psnr", "eps_from_rms", "eps_from_snr")  # and those whose squares add up over parts of a sample
 
 
 class Layout:
@@ -30,7 +33,7 @@ class Layout:
         self.x, self.mesh = x, x.device_mesh
         if self.mesh.get_coordinate() is None:
             raise ValueError("x is on a device mesh that this process is not part of")
-        _whole(x, "x")
+        _placed(x, "x")
         self.shape = tuple(x.shape)
         self.sample = _check.sample_axes(axis, x.ndim)
         self.batch = tuple(i for i in range(x.ndim) if i not in self.sample)
@@ -81,12 +84,13 @@ class Layout:
         wanted, summed = self.placements(axes), self.summed(axes, per_sample)
         if not isinstance(a, DTensor):
             # The same on all processes.
-            a = DTensor.from_local(torch.as_tensor(a), self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+            a = a if isinstance(a, torch.Tensor) else torch.from_numpy(np.array(a, np.float64))
+            a = DTensor.from_local(a, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
         return self.moved(a, wanted, name).to_local(grad_placements=summed), tuple(a.shape), summed
 
     def moved(self, a: Array, wanted: list[Any], name: str) -> Array:
         """With these placements, if no process needs what it does not have."""
-        _whole(a, name)
+        _placed(a, name)
         if a.device_mesh != self.mesh:
             raise ValueError(f"{name} is on {a.device_mesh}, expected {self.mesh}, the mesh of x")
         changed = [
@@ -108,19 +112,23 @@ class Layout:
         return DTensor.from_local(a, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def _whole(a: Array, name: str) -> None:
-    if any(p.is_partial() for p in a.placements):
-        added = _named([Replicate() if p.is_partial() else p for p in a.placements])
+def _placed(a: Array, name: str) -> None:
+    """Every process has a part, or all of it: neither something to be added up nor every so many elements."""
+    if any(type(p) not in (Shard, Replicate) for p in a.placements):
+        whole = _named([p if type(p) is Shard else Replicate() for p in a.placements])
         raise ValueError(
-            f"{name} has placements {_named(a.placements)}, expected Shard or Replicate; call "
-            f"redistribute(placements={added}) of {name} first, which adds it up"
+            f"{name} has placements {_named(a.placements)}, expected Shard and Replicate; call "
+            f"redistribute(placements={whole}) of {name} first"
         )
 
 
 def _named(placements: Any) -> str:
     """As they are written in Python."""
-    names = (f"Shard({p.dim})" if p.is_shard() else "Replicate()" if p.is_replicate() else str(p) for p in placements)
-    return f"[{', '.join(names)}]"
+
+    def name(p: Any) -> str:
+        return f"Shard({p.dim})" if type(p) is Shard else "Replicate()" if p.is_replicate() else repr(p)
+
+    return f"[{', '.join(map(name, placements))}]"
 
 
 @lru_cache(maxsize=64)
@@ -170,7 +178,7 @@ def call(function: Any, args: Any, kwargs: Any) -> Any:
     arguments["x"] = x.to_local()
 
     group = layout.shared_by()
-    if group is not None:
+    if group is not None and name not in SQUARES:
         if name not in distributed.__all__:
             raise TypeError(
                 f"x is sharded along its samples, {_named(x.placements)}, which {name} does not take; call "
@@ -178,6 +186,8 @@ def call(function: Any, args: Any, kwargs: Any) -> Any:
             )
         function, arguments["group"] = getattr(distributed, name), group
     found = function(**arguments)
+    if group is not None and name in SQUARES:
+        found = alone.result(torch.sqrt(Shards(group).reduced("sum", found.detach().double() ** 2)), found)
     if isinstance(found, tuple):
         return tuple(layout.back(a, p, shape) for a, (shape, p) in zip(found, bars, strict=True))
     per_sample = layout.kept, layout.placements(tuple(None if i in layout.sample else i for i in range(x.ndim)))

@@ -261,8 +261,12 @@ class _Solve(torch.autograd.Function):
         return v, eta, status
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Any, h: Any, _: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the gradients of samples that are spread over processes cannot be differentiated again, as "
+                "create_graph=True asks for; have whole samples on every process for that"
+            )
         saved = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:6]
         return None, *ctx.shards.bars(saved[:5], ctx.p, saved[5:], g if ctx.write else None, h, needs), None, None, None
