@@ -435,6 +435,27 @@ def other_arguments(size):
     np.testing.assert_allclose(v.full_tensor(), ca.perturb_quantized(on_grid, delta, 0.7), rtol=1e-12)
 
 
+def between_collectives(size):
+    """What comes from a collective that is still under way, and gradients that do."""
+    mesh = init_device_mesh("cpu", (size,))
+    x, delta, *_ = problem(2, shape=(2 * size, 6 * size))
+    for here, there in ((Shard(0), Shard(1)), (Shard(1), Shard(0)), (Replicate(), Shard(1))):
+        X, D = (a.requires_grad_() for a in spread(mesh, [there], x, delta))
+        v = ca.perturb(
+            X.redistribute(placements=[here], async_op=True), D.redistribute(placements=[here], async_op=True), 0.5
+        )
+        (v.redistribute(placements=[there], async_op=True) * X.detach()).sum().backward()
+        a, b = x.clone().requires_grad_(), delta.clone().requires_grad_()
+        (ca.perturb(a, b, 0.5) * x).sum().backward()
+        for found, wanted in ((X, a), (D, b)):
+            np.testing.assert_allclose(found.grad.full_tensor(), wanted.grad, rtol=1e-9, atol=1e-12)
+        with torch.no_grad():
+            v = ca.perturb(
+                X.redistribute(placements=[here], async_op=True), D.redistribute(placements=[here], async_op=True), 0.5
+            )
+        np.testing.assert_allclose(norm64(v.full_tensor(), x), 0.5, rtol=1e-13)
+
+
 def parts_and_groups(size):
     """Without DTensors; parts of different lengths; a group that is not all of the world."""
     rank = dist.get_rank()
@@ -598,6 +619,7 @@ CASES = [
     collectives,
     near_the_reach,
     other_arguments,
+    between_collectives,
     parts_and_groups,
     bad_values,
     bad_arguments,

@@ -53,7 +53,7 @@ def _array_api() -> ModuleType:
 _ROOTS: dict[str, tuple[Callable[[], ModuleType], str]] = {
     "numpy": (_numpy, "numpy"),
     "torch": (_torch, "torch"),
-    "torch.distributed": (_torch, "DTensor"),
+    "DTensor": (_torch, "DTensor"),  # a class of PyTorch's, but not one of its tensors
     "jax": (_jax, "jax"),
     "jaxlib": (_jax, "jax"),
     "tensorflow": (_tensorflow, "tensorflow"),
@@ -77,8 +77,8 @@ def _found(array: Any) -> Any:
     cls = type(array)
     for base in cls.__mro__:
         root = base.__module__.partition(".")[0]
-        if base.__module__.startswith("torch.distributed."):
-            root = "torch.distributed"
+        if root == "torch" and base.__name__ == "DTensor":
+            root = "DTensor"
         if root in _ROOTS:
             load, name = _ROOTS[root]
             module = load()
