@@ -68,7 +68,7 @@ class Layout:
             return self.batch if shape == batch else tuple(None if i in self.sample else i for i in range(len(shape)))
         _check.bound_shape(shape, self.shape, name)
         first = len(self.shape) - len(shape)
-        return tuple(None if s == 1 else first + i for i, s in enumerate(shape))
+        return tuple(first + i if s == self.shape[first + i] else None for i, s in enumerate(shape))
 
     def without_shards(self) -> list[Any]:
         """x's placements, if its samples were whole."""
