@@ -43,12 +43,11 @@ def perturb(x: Array, delta: Array, eps: Any, *, group: Any = None, **options: A
 
     Examples
     --------
-    >>> import tempfile, torch, torch.distributed as dist
+    >>> import torch, torch.distributed as dist
     >>> from clipaware import distributed
-    >>> with tempfile.NamedTemporaryFile() as file:  # one process of many, here of one
-    ...     dist.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
-    ...     v = distributed.perturb(torch.full((2, 4), 0.5), torch.tensor([[1.0, -2.0, 3.0, 4.0]] * 2), 0.8)
-    ...     dist.destroy_process_group()
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # one process, here of one
+    >>> v = distributed.perturb(torch.full((2, 4), 0.5), torch.tensor([[1.0, -2.0, 3.0, 4.0]] * 2), 0.8)
+    >>> dist.destroy_process_group()
     >>> (v - 0.5).norm(dim=1)
     tensor([0.8000, 0.8000])
     """
