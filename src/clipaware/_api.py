@@ -154,9 +154,12 @@ def perturb(
     >>> float(np.linalg.norm(v - x).round(12))
     0.6
     """
-    problem = _problem(x, delta, eps, p, bounds, axis)
+    return _perturb(_problem(x, delta, eps, p, bounds, axis), mode, unreachable)  # type: ignore[no-any-return]
+
+
+def _perturb(problem: _Problem, mode: str, unreachable: str) -> Array:
     v, *_ = _solve(problem, mode, unreachable, write=True)
-    return problem.unrows(v)  # type: ignore[no-any-return]
+    return problem.unrows(v)
 
 
 @public
@@ -194,9 +197,12 @@ def rescale(
     >>> eta.round(4)
     array([0.4183])
     """
-    problem = _problem(x, delta, eps, p, bounds, axis)
+    return _rescale(_problem(x, delta, eps, p, bounds, axis), mode, unreachable)  # type: ignore[no-any-return]
+
+
+def _rescale(problem: _Problem, mode: str, unreachable: str) -> Array:
     _, eta, _ = _solve(problem, mode, unreachable, write=False)
-    return problem.be.reshape(problem.be.cast_like(eta, problem.x), problem.kept)  # type: ignore[no-any-return]
+    return problem.be.reshape(problem.be.cast_like(eta, problem.x), problem.kept)
 
 
 def _solve(problem: _Problem, mode: str, unreachable: str, write: bool) -> tuple[Array, Array, Array]:
@@ -244,9 +250,12 @@ def reach(x: ArrayT, delta: ArrayT, *, p: float = 2, bounds: tuple[Any, Any] = (
     >>> ca.reach(np.array([0.2, 0.5, 0.9]), np.array([1.0, -1.0, 2.0])).round(4)
     array([0.9487])
     """
-    problem = _problem(x, delta, 0.0, p, bounds, axis)
+    return _reach(_problem(x, delta, 0.0, p, bounds, axis))  # type: ignore[no-any-return]
+
+
+def _reach(problem: _Problem) -> Array:
     found = problem.be.reach(problem.x, problem.delta, problem.lower, problem.upper, problem.p)
-    return problem.be.reshape(problem.be.result(found, problem.x), problem.kept)  # type: ignore[no-any-return]
+    return problem.be.reshape(problem.be.result(found, problem.x), problem.kept)
 
 
 @public
@@ -283,7 +292,10 @@ def report(
          0  0.6    0.41833   0.6   0.3605551  0.9486833  0.3333333        yes
          1  0.6  0.3464102   0.6         0.6  0.8660254          0        yes
     """
-    problem = _problem(x, delta, eps, p, bounds, axis)
+    return _report(_problem(x, delta, eps, p, bounds, axis), mode, unreachable)
+
+
+def _report(problem: _Problem, mode: str, unreachable: str) -> Report:
     be = problem.be
     v, eta, status = _solve(problem, mode, unreachable, write=True)
     norm, naive_norm, clipped = be.summary(*problem[1:7], v)
@@ -332,8 +344,12 @@ def perturb_vjp(
     (array([1., 1., 0.]), 1.0)
     """
     problem = _problem(x, delta, eps, p, bounds, axis)
+    _check.same_kind(problem.be, x, grad, "grad")
+    return _pull(problem, grad, mode, unreachable)  # type: ignore[no-any-return]
+
+
+def _pull(problem: _Problem, grad: Array, mode: str, unreachable: str) -> Any:
     be = problem.be
-    _check.same_kind(be, x, grad, "grad")
     # A result of NaN is a constant: at those samples nothing is pulled back.
     _, eta, status = _solve(problem, mode, "maximize" if unreachable == "nan" else unreachable, write=False)
     g = problem.rows(grad)
@@ -343,7 +359,7 @@ def perturb_vjp(
     eps_shape, *bound_shapes = problem.shapes
     eps_bar = be.sum_axes(eps_bar, (0, 1)) if eps_shape == () else be.reshape(eps_bar, eps_shape)
     bars = [_unbroadcast(problem, bar, shape) for bar, shape in zip(bound_bars, bound_shapes, strict=True)]
-    return problem.unrows(x_bar), problem.unrows(delta_bar), *(be.result(bar, x) for bar in (eps_bar, *bars))
+    return problem.unrows(x_bar), problem.unrows(delta_bar), *(be.result(bar, problem.x) for bar in (eps_bar, *bars))
 
 
 def _expanded(

@@ -231,6 +231,15 @@ def values_are_known(known: bool, traces: str) -> None:
         )
 
 
+def one_process(x: Array) -> None:
+    """Random numbers of the parts of an array are for each process to draw, or they would be the same."""
+    if framework_of(x) == "DTensor":
+        raise TypeError(
+            "x is a DTensor array, expected one that is not distributed: call this for x.to_local(), with another seed "
+            "for every part, and DTensor.from_local for the result"
+        )
+
+
 def seed(value: Any) -> None:
     """A whole number, None, or whatever the framework itself draws from."""
     if is_number(value) and not (isinstance(value, numbers.Integral) and 0 <= int(value) < 2**64):

@@ -496,20 +496,31 @@ def sample_start(passes: Passes, n: int, done: Array) -> Array:
     return be.where(short | (top < rows.top), first, T)
 
 
-def solve(rows: Rows, n: int, mode: str, write: bool) -> Solution:
-    """The scale of every row of `n` elements, and what became of it; nearly, if `write` is to follow."""
+def solve(
+    rows: Rows, n: int, mode: str, write: bool, begin: Callable[[Passes, Array], Array] | None = None
+) -> Solution:
+    """The scale of every row of `n` elements, and what became of it; nearly, if `write` is to follow.
+
+    ``begin(passes, still)`` is for those who know more beforehand: a T near the root of each row that does not stay
+    still, or for p = inf the largest |delta| among the elements that can move by eps.
+    """
     be, p, numerics = rows.be, rows.p, rows.numerics
     settled = LOOSE if write and numerics is SINGLE else numerics.settled
+    if write and numerics is DOUBLE and begin is not None:
+        settled = LOOSE**2  # as above: to pass once more costs more than to write and see
     is_zero, at_zero = rows.top <= 0, rows.eps <= 0
     still = is_zero | at_zero
     rows = rows._replace(eps=be.where(at_zero, 1.0, rows.eps), top=be.where(is_zero, 1.0, rows.top))
     passes = Passes(rows)
     if p < math.inf:
-        start, total = passes.naive() if n < SAMPLE_FROM else (sample_start(passes, n, still), None)
+        if begin is not None:
+            start, total = begin(passes, still), None
+        else:
+            start, total = passes.naive() if n < SAMPLE_FROM else (sample_start(passes, n, still), None)
         T, top, C, short, count = newton(passes, start, passes.target, settled, still, total)
         unreachable = short & (C < passes.target * (1 - 8 * p * numerics.ulp))
     else:
-        largest = passes.largest_with_room()
+        largest = passes.largest_with_room() if begin is None else begin(passes, still)
         unreachable = short = largest <= 0
         top, C, count = be.where(short, rows.top, largest), largest * 0, 1
         T = passes.target * (passes.m_of(top) / top)

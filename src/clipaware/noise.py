@@ -79,6 +79,7 @@ def sample(kind: str, x: ArrayT, *, seed: Any = None, axes: Sequence[int] | None
     array([5., 5.])
     """
     be = _check.array(x, "x")
+    _check.one_process(x)
     _check.floating(be, x, "x")
     _check.option(kind, KINDS, "kind")
     _check.seed(seed)
@@ -210,6 +211,7 @@ class AddNoise:
     def __call__(self, x: ArrayT, *, seed: Any = None) -> ArrayT:
         """x with noise; by this seed, key or generator if one is given, and else by the next of its own."""
         be = _check.array(x, "x")
+        _check.one_process(x)
         axis = self.axis
         if isinstance(axis, str) and axis == "auto":
             axis = None if be.ndim(x) == 3 else "batch"
