@@ -1,4 +1,4 @@
-"""The attack study, on pictures of stripes, and what is left of it after Ctrl-C; training that is distributed."""
+"""The attack study, on pictures of stripes, and what is left of it after Ctrl-C; training on several devices."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import gzip
 import importlib.util
 import math
+import os
 import re
 import subprocess
 import sys
@@ -125,3 +126,18 @@ def test_torch_distributed():
     for _, off, collectives in steps:
         assert float(off) < 3e-7
         assert int(collectives) <= 5
+
+
+def test_eight_devices():
+    pytest.importorskip("jax", reason="JAX is not installed")
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    run = subprocess.run(
+        [sys.executable, FILE.parent / "jax_sharded.py"], env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", run.stdout)]
+    assert losses[-1] < losses[0] / 10
+    assert "norms of the noise: 12.00000" in run.stdout
+    assert "to 12.00000" in run.stdout
+    assert "is split like the samples: True" in run.stdout
+    assert int(re.search(r"receives (\d+) numbers", run.stdout)[1]) < 8192 / 3

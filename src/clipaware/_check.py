@@ -86,6 +86,17 @@ def same_kind(be: Any, x: Array, other: Any, name: str) -> None:
         raise ValueError(f"{name} has shape {shape}, expected {be.shape(x)} to match x")
     if dtype != be.dtype_name(x):
         raise TypeError(f"{name} has dtype {dtype}, expected {be.dtype_name(x)} to match x")
+    if be.TAKES_ALL_AXES:
+        same_split(be.split_of(x), be.split_of(other), name)
+
+
+def same_split(mine: str, theirs: str, name: str) -> None:
+    """How arrays are spread over devices; nothing if they are not, or nobody knows."""
+    if mine and theirs and mine != theirs:
+        raise ValueError(
+            f"{name} is split over devices by {theirs}, expected {mine} to match x; to split it like x takes "
+            f"jax.device_put({name}, x.sharding), and jax.reshard({name}, jax.typeof(x).sharding) under jax.jit"
+        )
 
 
 def same_device(be: Any, x: Array, other: Array, name: str) -> None:

@@ -92,7 +92,7 @@ def perturb_quantized(
     _check.option(unreachable, _check.UNREACHABLE, "unreachable")
     check_levels(levels)
     _check.seed(seed)
-    problem = _problem(x, delta, eps, p, bounds, axis)
+    problem = _problem(x, delta, eps, p, bounds, axis, flat=True)
     rows = [np.asarray(be.fetch(be.result(a, x))) for a in (problem.x, problem.delta)]
     limits: list[Array] = [
         # A number as it came, and not as x's dtype has it.

@@ -145,7 +145,7 @@ def eps_from_contrast(x: ArrayT, contrast: float, *, axis: Any = "batch") -> Arr
 
 def _sample_sizes(x: Array, axis: Any) -> tuple[Any, Array, Any, int]:
     """The backend, x as (rows, n) and float32 at least, the shape in which one number per sample goes back, and n."""
-    problem = _problem(x, x, 0.0, 2, (None, None), axis)
+    problem = _problem(x, x, 0.0, 2, (None, None), axis, flat=True)
     n = problem.be.shape(problem.x)[1]
     if not isinstance(n, int):
         raise ValueError(f"x has shape {problem.shape}, expected known lengths of a sample")

@@ -26,6 +26,7 @@ TILE = 2**17  # elements that an operation works on at a time, so that what it m
 LANE = 1024  # float32 elements that are summed in float32
 SMALL = 4096  # elements up to which branches cost less than more operations
 TRACES = False
+TAKES_ALL_AXES = False
 
 # --- array functions --------------------------------------------------------------------------------------------------
 
