@@ -11,6 +11,7 @@ import ipaddress
 import math
 import os
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from clipaware._explorer import draw, results
 from clipaware._explorer.solve import BITS, BUNDLED, MEASURES, MOST, OWN_BOUNDS, Choice, Visit, bundled, opened
 from clipaware._media import FileError
 
-__all__ = ["launch", "page"]
+__all__ = ["MOST", "launch", "page"]
 
 OWN = "Your own"
 NORMS = {"1": 1.0, "2": 2.0, "3": 3.0, "∞": math.inf}
@@ -347,8 +348,8 @@ def launch(
                 app_kwargs={"middleware": [Middleware(_OwnFilesOnly)]},
                 **NOT_NEEDED,
             )
-            started(address)
-            with contextlib.suppress(KeyboardInterrupt):
+            with contextlib.suppress(KeyboardInterrupt), _ended_by_a_signal():
+                started(address)
                 threading.Event().wait()
         finally:
             blocks.close(verbose=False)
@@ -358,6 +359,19 @@ def launch(
             del os.environ["GRADIO_TEMP_DIR"]
         else:
             os.environ["GRADIO_TEMP_DIR"] = before
+
+
+@contextlib.contextmanager
+def _ended_by_a_signal() -> Iterator[None]:
+    """Whoever ends this process asks it to tidy up, too, as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _theme(gr: Any) -> Any:

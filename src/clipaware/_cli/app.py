@@ -551,7 +551,8 @@ def explore(
     except ImportError as error:
         raise CommandError(str(error)) from error
     except OSError as error:
-        raise CommandError(f"cannot listen on {host}: {' '.join(str(error).split())}") from error
+        where = f"port {port}" if port else "a port from 7860 on"
+        raise CommandError(f"cannot listen on {host}, {where}: taken, or not this machine's; choose others") from error
 
 
 def _explorer_started(address: str) -> None:

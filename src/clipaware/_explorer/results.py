@@ -113,7 +113,8 @@ def _picture(outcome: Outcome) -> tuple[list[str], list[str], list[str]]:
     else:
         imports = [line for line in imports if reading[0].count("Image.open") or "PIL" not in line]
         imports.append("import tifffile")
-        saving = [f"tifffile.imwrite({name_of(outcome)!r}, v)"]
+        colours = "rgb" if part.channels else "minisblack"
+        saving = [f"tifffile.imwrite({name_of(outcome)!r}, v, photometric={colours!r})"]
     return imports, reading, saving
 
 

@@ -90,11 +90,10 @@ def opened(path: Path, kind: str, most: int = MOST) -> Subject:
 
 def as_floats(part: Part) -> Array:
     """In float32, on the scale of low and high."""
+    floats = part.values.astype(np.float32)
     if part.levels is None:
-        return part.values.astype(np.float32)
-    if part.first:
-        return part.values / np.float32(-part.first)
-    return part.values / np.float32(part.levels - 1)
+        return floats
+    return floats / np.float32(-part.first if part.first else part.levels - 1)
 
 
 def on_own_grid(part: Part, kind: str) -> Part:
