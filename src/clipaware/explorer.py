@@ -87,7 +87,7 @@ class _Tab:
 
     def __init__(self, gr: Any, blocks: Any, kind: str, most: int) -> None:
         self.gr, self.kind, self.most = gr, kind, most
-        self.visit = gr.State(Visit())
+        self.visit = gr.State(Visit(), delete_callback=Visit.forget)
         with gr.Row(elem_classes="ca-columns"):
             with gr.Column(scale=2, min_width=280, elem_classes="ca-controls"):
                 self._controls()
@@ -153,7 +153,7 @@ class _Tab:
         self.file.upload(self.upload, [self.file, *self._inputs()], [self.file, *every], **hidden)
         for button, make in ((self.save_file, self.saved), (self.save_code, self.saved_code)):
             button.click(make, self._inputs(), [self.message, self.link], **hidden)
-        self.link.change(None, js=CLICK.format(f"{self.kind}-link"), **hidden).then(_forget, self.visit, **hidden)
+        self.link.change(None, js=CLICK.format(f"{self.kind}-link"), **hidden)
 
     # --- what the events do ---
 
@@ -267,11 +267,6 @@ class _Tab:
 def _up(value: float, step: float) -> float:
     """Rounded up to a whole number of steps."""
     return float(f"{math.ceil(value / step - 1e-9) * step:.12g}")
-
-
-def _forget(visit: Visit) -> None:
-    """Remove what the browser has fetched."""
-    visit.forget()
 
 
 # --- the server -------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import math
 import os
+import secrets
 import shutil
 import tempfile
 import threading
@@ -187,7 +188,9 @@ class Visit:
     def new_folder(self) -> Path:
         """For a file to be fetched; the one before is gone."""
         self.forget()
-        self._folder = Path(tempfile.mkdtemp(dir=os.environ.get("GRADIO_TEMP_DIR")))
+        # Whoever knows the name may fetch it, so nobody is to guess it.
+        self._folder = Path(os.environ.get("GRADIO_TEMP_DIR") or tempfile.gettempdir()) / secrets.token_hex(16)
+        self._folder.mkdir(mode=0o700, parents=True)
         return self._folder
 
     def forget(self) -> None:
@@ -242,7 +245,8 @@ class Visit:
             room = np.where(delta > 0, np.float32(high) - x, x - np.float32(low))
             curve = Curve(np.abs(delta), np.maximum(room, 0), choice.p)
             reach = float(ca.reach(x, delta, p=choice.p, bounds=(low, high), axis=None).item())
-            return curve, norm_of(delta, choice.p), reach
+            # Of numbers around 1, since those of salt and pepper have no squares in float32.
+            return curve, curve.top * norm_of(delta / np.float32(curve.top), choice.p), reach
 
         return self._keep("curve", (choice.whole, choice.bounds, choice.noise, choice.seed, choice.p), make)  # type: ignore[no-any-return]
 
