@@ -153,6 +153,22 @@ def test_sizes_in_other_units(tmp_path) -> None:
         black.solve(Choice(measure="snr", value=3.0))
 
 
+@pytest.mark.parametrize("p", ORDERS)
+def test_everything_is_drawn_at_the_edges(p, tmp_path) -> None:
+    """Nothing asked, all of it, more than there is; no room at all, no noise at all."""
+    Image.fromarray(np.zeros((9, 9), np.uint8)).save(tmp_path / "black.png")
+    for subject in (opened(tmp_path / "black.png", "picture"), opened(picture(tmp_path / "x.png"), "picture")):
+        visit = visit_to(subject)
+        for kind, whole in itertools.product(noise.KINDS, (True, False)):
+            reach = visit.reach(Choice(kind, p=p, whole=whole))
+            for eps in (0.0, 1e-3 * reach, 0.5 * reach, (1 - 1e-6) * reach, 3 * reach + 1):
+                outcome = visit.solve(Choice(kind, p=p, value=eps, whole=whole))
+                drawn = draw.answer(outcome)
+                assert "nan" not in drawn.replace("base64,", "").split("<svg", 1)[1]
+                assert value(drawn, "exact") == pytest.approx(min(eps, reach), rel=2e-3, abs=1 / 255)
+                assert outcome.reachable == (eps <= reach or not eps)
+
+
 # --- the curve --------------------------------------------------------------------------------------------------------
 
 
@@ -504,6 +520,10 @@ def test_the_controls_move_the_numbers(visitors) -> None:
     page.slide_to(0.25)
     page.wait_for("asked", 0.25)
     assert_shows(page, coffee_outcome(value=0.25, p=math.inf))
+    assert not page.page.locator("#picture-order").is_visible()
+    page.choose("norm", "any p")
+    page.wait_for("reach", coffee_outcome(value=1.0, p=1.5).reach)
+    assert page.page.locator("#picture-order").is_visible()
     page.choose("measure", "PSNR, dB")
     page.wait_for("reach", coffee_outcome(value=1.0).reach)
     page.slide_to(20)

@@ -85,6 +85,8 @@ def _notes(outcome: Outcome) -> str:
     notes = []
     if not outcome.reachable:
         notes.append(f"{outcome.asked:.6g} is more than this noise can have; exact goes as far as there is room")
+    elif outcome.part.levels and outcome.asked and abs(outcome.exact / outcome.asked - 1) >= 5e-4:
+        notes.append("exact is as near as whole steps can come; choose float for a nearer one")
     if outcome.outside:
         share = outcome.outside / outcome.part.values.size
         notes.append(f"{share:.1%} of the values lay outside the bounds and were moved to them first")
@@ -284,6 +286,8 @@ def _plots(outcome: Outcome) -> str:
         way = "For the largest change there is a closed form: it takes no steps."
     elif passes >= PASSES:
         way = "Newton alone would take many steps here; the solver bisects in between."
+    elif not outcome.reachable:
+        way = "Newton's steps end where everything is clipped: the size that was asked for lies above the curve."
     else:
         way = f"Newton's steps from 0 to the solution, at 1: {passes}. The red dot is naive scaling."
     return (
@@ -319,35 +323,36 @@ def _newton(outcome: Outcome) -> str:
     """The p-th power of the norm against the p-th power of eta: concave, made of straight pieces; and the steps."""
     curve, p = outcome.curve, outcome.choice.p
     scales = curve.newton(outcome.asked)
-    root = scales[-1] or 1.0
-    line = p < math.inf
-    order = p if line else 1.0
-    target = (outcome.asked / curve.norm(root)) ** order if outcome.asked and curve.norm(root) else 1.0
+    # In units of the solution, where no power overflows; if there is none, of where nearly all is clipped.
+    one, order = scales[-1] or 1.0, p if p < math.inf else 1.0
+    if not outcome.reachable and curve.breaks.size:
+        norms = curve.norm(curve.breaks)
+        one = float(curve.breaks[np.argmax(norms >= 0.99 * norms[-1])]) or 1.0
+    unit = float(curve.norm(one)) or 1.0
+    target = (outcome.asked / unit) ** order
 
-    # In units of the solution, where no power overflows.
-    def across(scale: float) -> float:
-        return float((scale / root) ** order)
-
-    def up(scale: float) -> float:
-        return float(curve.norm(scale) / curve.norm(root)) ** order if curve.norm(root) else 0.0
+    def at(scale: float) -> tuple[float, float]:
+        return float((scale / one) ** order), float(curve.norm(scale) / unit) ** order
 
     far, high = 1.3, 1.25 * max(1.0, min(target, 1.6))
     plot = _Plot(far, high, "scale", "norm", "" if p in (1, math.inf) else f"{p:g}")
     plot.ticks([(0, "0"), (0.5, "0.5"), (1, "1")], [(0, "0"), (0.5, "0.5"), (1, "1")])
-    plot.line([(0, target), (far, target)], "asked-line")
-    plot.text(0.985 * far, target + 0.02 * high, "asked", "label", "end")
+    if target <= high:
+        plot.line([(0, target), (far, target)], "asked-line")
+        plot.text(0.985 * far, target + 0.02 * high, "asked", "label", "end")
     shares = np.linspace(0, 1, 121) ** 2 * far
-    plot.line([(share, up(root * share ** (1 / order))) for share in shares.tolist()], "curve-line")
-    if line and outcome.asked:
-        for here, there in itertools.pairwise(scales):
-            top = min(target, high)
-            plot.line([(across(here), up(here)), (across(there), top)], "step-line")
-            plot.line([(across(there), top), (across(there), up(there))], "drop-line")
-        for scale in scales[1:-1]:
-            plot.dot(across(scale), up(scale), "step-dot")
-    naive = outcome.scale * curve.top
-    plot.dot(across(naive), up(naive), "naive-dot")
-    plot.dot(1.0, up(root), "exact-dot")
+    plot.line([(share, at(one * share ** (1 / order))[1]) for share in shares.tolist()], "curve-line")
+    seen = [scale for scale in scales if at(scale)[0] <= far]
+    if p < math.inf and target <= high:
+        for here, there in itertools.pairwise(seen):
+            plot.line([at(here), (at(there)[0], target)], "step-line")
+            plot.line([(at(there)[0], target), at(there)], "drop-line")
+    if p < math.inf:
+        for scale in seen[1:]:
+            plot.dot(*at(scale), "step-dot")
+    plot.dot(*at(outcome.scale * curve.top), "naive-dot")
+    if outcome.reachable:
+        plot.dot(*at(scales[-1]), "exact-dot")
     return plot.svg("newton", "the concave curve and Newton's steps on it")
 
 
