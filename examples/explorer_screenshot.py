@@ -45,7 +45,7 @@ def main(path: Path) -> None:
         finally:
             server.terminate()
     small = taken.convert("RGB").resize((SHOWN, SHOWN * HEIGHT // WIDTH), Image.Resampling.LANCZOS)
-    small.quantize(192).save(path, optimize=True)
+    small.quantize(256).save(path, optimize=True)
     print(f"{path}: {path.stat().st_size // 1000} kB")
 
 

@@ -229,7 +229,7 @@ class _Tab:
             try:
                 own = opened(Path(path), self.kind, self.most)
             finally:
-                shutil.rmtree(Path(path).parent, ignore_errors=True)
+                _remove(Path(path))
             visit.own = own
             visit.look_at(own)
             return None, *self._anew(visit, OWN, *controls)
@@ -267,6 +267,13 @@ class _Tab:
 def _up(value: float, step: float) -> float:
     """Rounded up to a whole number of steps."""
     return float(f"{math.ceil(value / step - 1e-9) * step:.12g}")
+
+
+def _remove(upload: Path) -> None:
+    """With the folder that it has for itself, and nothing else."""
+    upload.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        upload.parent.rmdir()
 
 
 # --- the server -------------------------------------------------------------------------------------------------------

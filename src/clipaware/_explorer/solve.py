@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.resources
 import math
 import os
@@ -152,7 +153,7 @@ class Outcome:
 
     def real(self, values: Array) -> Array:
         """On the scale of low and high, in float64."""
-        return Part(values, self.part.low, self.part.high, self.part.levels, self.part.first).real()
+        return dataclasses.replace(self.part, values=values).real()
 
     def decibels(self) -> tuple[float, float]:
         """The SNR that naive scaling leaves, and that exact scaling does."""
@@ -214,15 +215,15 @@ class Visit:
     def _start(self, choice: Choice) -> tuple[Part, Array, int]:
         """What is perturbed: inside the bounds, as it is stored and in float32; and how much of it was outside."""
         assert self.subject is not None
-        part = self.subject.content.parts[""]
-        part = on_own_grid(part, self.subject.kind) if choice.whole else Part(
-            as_floats(part), *OWN_BOUNDS[self.subject.kind], None, 0, part.channels, part.spatial
-        )  # fmt: skip
+        part, kind = self.subject.content.parts[""], self.subject.kind
+        if choice.whole:
+            part = on_own_grid(part, kind)
+        else:
+            part = Part(as_floats(part), *OWN_BOUNDS[kind], None, 0, part.channels, part.spatial)
         low, high = limits(part, choice.bounds)
         outside = int(np.count_nonzero((part.values < low) | (part.values > high)))
         if outside:
-            values = np.clip(part.values, low, high).astype(part.values.dtype)
-            part = Part(values, part.low, part.high, part.levels, part.first, part.channels, part.spatial)
+            part = dataclasses.replace(part, values=np.clip(part.values, low, high).astype(part.values.dtype))
         return part, as_floats(part), outside
 
     def _drawn(self, choice: Choice) -> tuple[Part, Array, int, Array]:
