@@ -27,6 +27,13 @@ $(TRITON)/dev.stamp: pyproject.toml requirements-dev.txt requirements-triton.txt
 	$(TRITON)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements-dev.txt -r requirements-triton.txt -e .
 	@touch $@
 
+# The explorer is tested in a browser. Where none can be had, these tests are skipped and say so.
+$(VENV)/browser.stamp: | $(BIN)/python
+	@command -v chromium > /dev/null || { apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium; } > /dev/null 2>&1 || \
+		echo "no chromium, and none could be installed (apt-get install chromium): the explorer is tested without a browser"
+	@touch $@
+
 demo: $(VENV)/demo.stamp
 	$(BIN)/clipaware demo
 
@@ -35,7 +42,7 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint $(TRITON)/dev.stamp
+test: lint $(TRITON)/dev.stamp $(VENV)/browser.stamp
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest -n 2 --dist worksteal tests/test_triton.py
 

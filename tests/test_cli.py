@@ -30,7 +30,7 @@ from clipaware._cli import show, work
 from clipaware._media import read
 
 FRAMEWORKS = ("torch", "jax", "tensorflow", "cupy", "dask", "numba", "ml_dtypes", "foolbox", "matplotlib", "PIL")
-COMMANDS = ("perturb", "replay", "measure", "sweep", "env", "demo")
+COMMANDS = ("perturb", "replay", "measure", "sweep", "explore", "env", "demo")
 RNG = np.random.default_rng(0)
 
 

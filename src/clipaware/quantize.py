@@ -321,16 +321,20 @@ def steps(
             last = np.max((room[moves] - 0.5) / abs(delta[moves]).astype(np.float64))
         return done(room.copy(), float(last), end.power, size <= reach * (1 + slack))
 
-    limit = path.raised(size * (1 + {"at_most": fine, "at_least": -fine}.get(mode, 0.0)))
-    lo, hi = _bracket(path, _Point(0.0, 0.0, 0.0), end, naive, limit)
-    moved = path.at(lo.eta, out)
-    found = done(moved, *_last_steps(path, moved, lo, hi, limit, size, mode, seed))
+    straight = None
     if p == math.inf:
         # Many an eta has that norm. Then rather the one without the grid, if it does.
         wide = (unit * room >= size) & (room > 0)
         straight = path.point(size / float(np.max(np.where(wide, abs(delta) * unit, 0))))
-        if straight.power == found.norm:
-            return done(path.at(straight.eta), straight.eta, straight.power)
+        if mode == "equal" and isinstance(unit, float) and abs(straight.power - size) < unit / 2:
+            # Norms are whole numbers of steps, and no other is as near.
+            return done(path.at(straight.eta, out), straight.eta, straight.power)
+    limit = path.raised(size * (1 + {"at_most": fine, "at_least": -fine}.get(mode, 0.0)))
+    lo, hi = _bracket(path, _Point(0.0, 0.0, 0.0), end, naive, limit)
+    moved = path.at(lo.eta, out)
+    found = done(moved, *_last_steps(path, moved, lo, hi, limit, size, mode, seed))
+    if straight is not None and straight.power == found.norm:
+        return done(path.at(straight.eta), straight.eta, straight.power)
     return found
 
 
@@ -350,10 +354,11 @@ class _Path:
         if self.compiled is not None:
             delta, room = (self.compiled.easy(a, a.dtype) for a in (delta, room))
         self.delta, self.room, self.unit, self.p = delta, room, unit, p
+        self.powers = None if self.compiled is None else self.compiled.table_of_powers(room, unit, p)
 
     def point(self, eta: float) -> _Point:
         if self.compiled is not None:
-            return _Point(eta, *self.compiled.count(self.delta, self.room, self.unit, self.p, eta))
+            return _Point(eta, *self.compiled.count(self.delta, self.room, self.unit, self.p, eta, self.powers))
         power, number = 0.0, 0.0
         for part in self._tiles():
             moved = self.steps(eta, part)

@@ -27,6 +27,7 @@ OPTIONAL = {
     "PIL": "pillow",
     "tifffile": "tifffile",
     "soundfile": "soundfile",
+    "gradio": "gradio",
 }
 
 

@@ -1099,6 +1099,29 @@ def count_steps(delta, room, unit, eta, p, order, start, stop):
 
 
 @step
+def _steps_by_table(delta, room, eta, powers):
+    total, count = 0.0, 0.0
+    for i in range(delta.size):
+        m, most = np.floor(eta * np.float64(abs(delta[i])) + 0.5), np.float64(room[i])
+        m = pick(m < most, m, most)
+        total += powers[int(m)]
+        count = plus(count, m)
+    return total, count
+
+
+@entry
+def count_by_table(delta, room, eta, powers, start, stop):
+    """As `count_steps`, by powers that are computed already, for every m."""
+    total, count = 0.0, 0.0
+    for first in range(start, stop, LANE):
+        last = min(first + LANE, stop)
+        u, w = _steps_by_table(delta[first:last], room[first:last], eta, powers)
+        total += u
+        count += w
+    return total, count
+
+
+@step
 def _sizes(delta, unit, scale, p, order):
     """The sum of (unit*scale*|delta|)^p."""
     total = 0.0

@@ -24,6 +24,7 @@ from clipaware._kernels.compiled import (
     STATE,
     advance_row,
     begin_row,
+    count_by_table,
     count_steps,
     find_changes,
     find_room,
@@ -50,6 +51,7 @@ GRIDS = {np.dtype(np.float64): 0, np.dtype(np.float32): 0, np.dtype(np.float16):
 BFLOAT16 = 2
 LONG = 2**18  # rows from this length on are swept by several threads
 LARGE = 2**17  # elements that are worth a thread; batches of twice as many are split
+TABLE = 2**16  # powers that a table of them may have
 PIECE = 2**19  # elements that a thread takes at a time, unless there are fewer
 
 
@@ -262,11 +264,22 @@ def over_parts(work: Callable[[int, int], Any], n: int) -> list[Any]:
     return found
 
 
-def count(delta: Array, room: Array, unit: Any, p: float, eta: float) -> tuple[float, float]:
+def table_of_powers(room: Array, unit: Any, p: float) -> Array | None:
+    """(unit*m)^p for all m there can be, where that is less work than the power of every element."""
+    if p in ORDERS or not isinstance(unit, float) or (most := int(room.max())) >= min(TABLE, room.size):
+        return None
+    with np.errstate(over="ignore", under="ignore"):
+        return (unit * np.arange(most + 1.0)) ** p
+
+
+def count(delta: Array, room: Array, unit: Any, p: float, eta: float, powers: Array | None) -> tuple[float, float]:
     """The sum of (unit*m)^p over a row, or the largest if p is infinite, and the sum of m, the whole steps of each
-    element on a grid: min(floor(eta*|delta| + 1/2), room)."""
-    order = ORDERS.get(p, ANY_ORDER)
-    found = over_parts(partial(launch, count_steps, delta, room, unit, eta, p, order), delta.size)
+    element on a grid: min(floor(eta*|delta| + 1/2), room). `powers` is their table, if there is one."""
+    if powers is not None:
+        work = partial(launch, count_by_table, delta, room, eta, powers)
+    else:
+        work = partial(launch, count_steps, delta, room, unit, eta, p, ORDERS.get(p, ANY_ORDER))
+    found = over_parts(work, delta.size)
     powers = [power for power, _ in found]
     return max(powers) if p == math.inf else sum(powers), sum(number for _, number in found)
 
