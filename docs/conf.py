@@ -6,7 +6,6 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 # Before the frameworks are imported, which happens for the reference.
 os.environ.setdefault("KERAS_BACKEND", "torch")
@@ -37,7 +36,7 @@ extensions = [
 exclude_patterns = ["_build", "gallery/*.py", "gallery/*.ipynb", "gallery/*.zip"]
 templates_path = ["_templates"]
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(torch|foolbox|art|numpy)\..*")]  # other projects: nothing is fetched to look these up
+nitpick_ignore_regex = [("py:.*", r"(torch|foolbox|art|numpy)\..*")]  # of other projects, which are not looked up
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "substitution"]
 myst_heading_anchors = 4

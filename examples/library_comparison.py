@@ -2,8 +2,8 @@
 
     python examples/library_comparison.py [--out FILE]
 
-Sixteen patches of the bundled photograph, an untrained linear model, one norm. Libraries that are not installed are left
-out, and said to be. The documentation's page of comparisons has the table that this writes.
+Sixteen patches of the bundled photograph, an untrained linear model, one norm. Libraries that are not installed are
+left out, and said to be. The documentation's page of comparisons has the table that this writes.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def measured(name: str, model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor
     rows = []
     for attack, run in LIBRARIES[name](model, x, y).items():
         torch.manual_seed(0)
-        np.random.seed(0)  # noqa: NPY002 - the libraries draw from it
+        np.random.seed(0)  # some of the libraries draw from it
         v = torch.as_tensor(run()).detach().double()
         norms = (v - x.double()).flatten(1).norm(dim=1)
         row: dict[str, Any] = {"library": f"{name} {version(name)}", "attack": attack, "asked": f"{EPS:g}"}
@@ -135,7 +135,7 @@ def main() -> int:
         except (ImportError, PackageNotFoundError) as error:
             print(f"{name} is left out: {error}", file=sys.stderr)
     for row in rows:
-        print("  ".join(f"{value:>30}" if key in ("library", "attack") else f"{value:>10}" for key, value in row.items()))
+        print("  ".join(f"{value:>{38 if key in ('library', 'attack') else 10}}" for key, value in row.items()))
     if out:
         with out.open("w", newline="") as file:
             writer = csv.DictWriter(file, rows[0])

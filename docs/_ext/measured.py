@@ -21,6 +21,7 @@ from docutils import nodes
 from docutils.parsers.rst import directives
 from sphinx.util.docutils import SphinxDirective
 
+VERSIONS = {"clipaware": "clipaware", "NumPy": "numpy", "Python": "python"}
 SIZES = {"rows", "n"}
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -34,8 +35,7 @@ class Measured(SphinxDirective):
         "rows": directives.unchanged_required,  # columns of the file that tell a row of the table
         "columns": directives.unchanged_required,  # the column of the file that tells a column of the table
         "names": directives.unchanged_required,  # value=heading; value=heading
-        "factor": float,  # by which values are multiplied
-        "format": directives.unchanged_required,  # of a value
+        "format": directives.unchanged_required,  # of a value; three digits unless told
         "unit": directives.unchanged_required,  # instead of the file's
     }
 
@@ -50,9 +50,10 @@ class Measured(SphinxDirective):
             raise self.error(f"measured: {path.name}: {error}") from error
         first = found[0]
         unit = self.options.get("unit", first["unit"])
+        versions = ", ".join(f"{name} {first[key]}" for name, key in VERSIONS.items())
         source = (
-            f"{f'In {unit}. ' if unit else ''}{first['device']}; clipaware {first['clipaware']}, NumPy {first['numpy']}, "
-            f"Python {first['python']}; {first['date']}. Again: `python -m benchmarks --case {first['case']}`."
+            f"{f'In {unit}. ' if unit else ''}{first['device']}; {versions}; {first['date']}. "
+            f"Again: `python -m benchmarks --case {first['case']}`."
         )
         content = self.parse_text_to_nodes("\n".join([*lines, "", source]), allow_section_headings=False)
         return [nodes.container("", *content, classes=["measured", "table-scroll"])]
@@ -75,14 +76,13 @@ def table(lines: list[dict[str, str]], options: dict[str, Any]) -> list[str]:
     index = [name.strip() for name in options["rows"].split(",")]
     across = options["columns"]
     names = dict(pair.strip().split("=", 1) for pair in options.get("names", "").split(";") if pair.strip())
-    factor, form = options.get("factor", 1.0), options.get("format", ".3g")
     between = " x " if set(index) <= SIZES else ", "
     cells: dict[str, dict[str, str]] = {}
     for line in lines:
         row = between.join(f"{int(line[name]):,}" if name in SIZES else line[name] for name in index)
         if line[across] in cells.setdefault(row, {}):
             raise ValueError(f"two values for {row}, {line[across]}")
-        cells[row][line[across]] = format(factor * float(line["value"]), form)
+        cells[row][line[across]] = written(float(line["value"]), options.get("format"))
     headings = list(dict.fromkeys(line[across] for line in lines))
     first = between.join({"n": "elements", "variant": ""}.get(name, name) for name in index)
     return [
@@ -93,6 +93,11 @@ def table(lines: list[dict[str, str]], options: dict[str, Any]) -> list[str]:
             for row, found in cells.items()
         ),
     ]
+
+
+def written(value: float, form: str | None) -> str:
+    """In the format asked for, or with three digits and no power of ten for what has more before its point."""
+    return format(value, form or (",.0f" if abs(value) >= 1000 else ".3g"))
 
 
 def setup(app: Any) -> dict[str, bool]:

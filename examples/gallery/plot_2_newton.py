@@ -11,6 +11,8 @@ piece it is on to the height :math:`\varepsilon^p`, which never overshoots, and 
 lands on the root.
 """
 
+from itertools import pairwise
+
 import matplotlib.pyplot as plt
 import numpy as np
 
@@ -52,7 +54,7 @@ for kink in kinks[kinks < t[-1]]:
 axis.axhline(eps**p, color="0.5", linestyle=":")
 axis.text(t[-1], eps**p, r"$\varepsilon^p$", va="bottom", ha="right", color="0.3")
 axis.plot(t, f(t), color="tab:blue", linewidth=2.5, label=r"$f(t)$, the norm after clipping, to the power $p$")
-for step, (here, there) in enumerate(zip(path[:-1], path[1:], strict=True)):
+for step, (here, there) in enumerate(pairwise(path)):
     label = {"label": "Newton: along the piece, to the height"} if step == 0 else {}
     axis.plot([here, there], [f(here), eps**p], color="tab:red", linewidth=1.2, **label)
     axis.plot([there, there], [eps**p, f(there)], color="tab:red", linewidth=0.8, linestyle="--")
