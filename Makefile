@@ -58,7 +58,7 @@ test: lint $(TRITON)/dev.stamp
 # What needs another extra is skipped, with its reason.
 test-extra:
 	$(PYTHON) -m venv $(ALONE)
-	$(ALONE)/bin/python $(INSTALL) -r requirements-test.txt -e '.$(if $(filter none,$(EXTRA)),,[$(EXTRA)])'
+	$(ALONE)/bin/python $(INSTALL) -c requirements-dev.txt -r requirements-test.txt -e '.$(if $(filter none,$(EXTRA)),,[$(EXTRA)])'
 	$(ALONE)/bin/python -m pytest -n 2 --dist worksteal
 
 docs: $(VENV)/docs.stamp
@@ -75,7 +75,7 @@ dist: $(VENV)/dev.stamp
 	$(BIN)/python -m build --outdir dist .
 	$(BIN)/python -m twine check --strict dist/*
 	$(PYTHON) -m venv $(FRESH)
-	$(FRESH)/bin/python $(INSTALL) -r requirements-test.txt "$$(ls dist/*.whl)[cli,numba]"
+	$(FRESH)/bin/python $(INSTALL) -c requirements-dev.txt -r requirements-test.txt "$$(ls dist/*.whl)[cli,numba]"
 	tar -xzf dist/*.tar.gz -C $(FRESH)
 	rm -rf $(FRESH)/clipaware-*/src
 	cd $(FRESH)/clipaware-* && ../bin/python -m pytest -n 2 $(DIST_TESTS)

@@ -76,6 +76,7 @@ def table(lines: list[dict[str, str]], options: dict[str, Any]) -> list[str]:
     index = [name.strip() for name in options["rows"].split(",")]
     across = options["columns"]
     names = dict(pair.strip().split("=", 1) for pair in options.get("names", "").split(";") if pair.strip())
+    headings_of = {"n": "elements", "variant": ""} | names
     between = " x " if set(index) <= SIZES else ", "
     cells: dict[str, dict[str, str]] = {}
     for line in lines:
@@ -84,7 +85,7 @@ def table(lines: list[dict[str, str]], options: dict[str, Any]) -> list[str]:
             raise ValueError(f"two values for {row}, {line[across]}")
         cells[row][line[across]] = written(float(line["value"]), options.get("format"))
     headings = list(dict.fromkeys(line[across] for line in lines))
-    first = between.join({"n": "elements", "variant": ""}.get(name, name) for name in index)
+    first = between.join(headings_of.get(name, name) for name in index)
     return [
         f"| {first} | {' | '.join(names.get(heading, heading) for heading in headings)} |",
         "|---|" + "--:|" * len(headings),

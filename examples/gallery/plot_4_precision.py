@@ -42,17 +42,18 @@ def errors(dtype, eps):
 
 
 dtypes = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "8 bits": "8 bits"}
-figure, axes = plt.subplots(1, 4, figsize=(13, 3.6), layout="constrained", sharey=True)
-for axis, (name, dtype) in zip(axes, dtypes.items(), strict=True):
+figure, axes = plt.subplots(2, 2, figsize=(9, 6.4), layout="constrained", sharex=True, sharey=True)
+for axis, (name, dtype) in zip(axes.flat, dtypes.items(), strict=True):
     found = np.array([errors(dtype, eps) for eps in sizes])
     styles = {"naive": ("^", "tab:red"), "eta alone": ("s", "tab:orange"), "clipaware": ("o", "tab:blue")}
     for column, (label, (marker, colour)) in zip(found.T, styles.items(), strict=True):
         axis.loglog(sizes, column, marker=marker, color=colour, label=label, markersize=4)
-    axis.set(title=name, xlabel="eps asked for", ylim=(1e-12, 2))
+    axis.set(title=name, ylim=(1e-12, 2))
     axis.grid(alpha=0.3)
     print(f"{name:>8}: worst of clipaware from eps = 1 on: {found[sizes >= 1, 2].max():.1e}")
-axes[0].set_ylabel("error of the norm, over eps")
-axes[0].legend(frameon=False)
+figure.supxlabel("eps asked for")
+figure.supylabel("error of the norm, over eps")
+axes[0, 0].legend(frameon=False)
 plt.show()
 
 # %%
