@@ -37,16 +37,12 @@ def constant(delta):
 steps = 1e-6 * torch.eye(60, dtype=torch.float64)
 differences = torch.stack([(exact(delta + h) - exact(delta - h)) / 2e-6 for h in steps])
 
-figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-for name, function, colour in (("scale held constant", constant, "tab:red"), ("clipaware", exact, "tab:blue")):
+gradients = {}
+for name, function in (("scale held constant", constant), ("clipaware", exact)):
     argument = delta.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(function(argument), argument)
+    gradients[name] = gradient[0]
     print(f"{name}: largest deviation {(gradient[0] - differences).abs().max():.1e}")
-    left.plot(differences, gradient[0], "o", color=colour, label=name, markersize=4)
-ends = [differences.min(), differences.max()]
-left.plot(ends, ends, color="0.6", linestyle=":", zorder=0)
-left.set(xlabel="by differences", ylabel="by autograd", title="gradient in delta, element by element")
-left.legend(frameon=False)
 
 # %%
 # The scale itself, and its derivative in eps: every kink is one more element at its bound.
@@ -55,12 +51,22 @@ reach = ca.reach(x, delta).item()
 sizes = torch.linspace(0.02, 0.995 * reach, 200, dtype=torch.float64, requires_grad=True)
 eta = ca.rescale(x.expand(200, -1), delta.expand(200, -1), sizes)[:, 0]
 (slope,) = torch.autograd.grad(eta.sum(), sizes)
+
+# %%
+# Left, a point for each element of delta; right, both against eps.
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4), layout="constrained")
+ends = [differences.min(), differences.max()]
+left.plot(ends, ends, color="0.6", linestyle=":")
+for (name, gradient), colour in zip(gradients.items(), ("tab:red", "tab:blue"), strict=True):
+    left.plot(differences, gradient, "o", color=colour, label=name, markersize=4)
+left.set(xlabel="by differences", ylabel="by autograd", title="gradient in delta")
 right.semilogy(sizes.detach(), eta.detach(), color="tab:blue", label=r"$\eta$")
 right.semilogy(sizes.detach(), slope, color="tab:green", label=r"$\partial\eta/\partial\varepsilon$")
 right.axvline(reach, color="0.6", linestyle=":")
 right.text(reach, eta[0].item(), "reach ", ha="right", color="0.4")
 right.set(xlabel=r"$\varepsilon$", title="the scale and its derivative")
-right.legend(frameon=False)
 for axis in (left, right):
+    axis.legend(frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
 plt.show()
