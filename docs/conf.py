@@ -66,6 +66,9 @@ sphinx_gallery_conf = {
     "write_computation_times": False,
 }
 
+linkcheck_retries = 2
+linkcheck_timeout = 20
+
 html_theme = "pydata_sphinx_theme"
 html_title = "clipaware"
 html_logo = "_static/logo.svg"
