@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 # Before the frameworks are imported, which happens for the reference.
 os.environ.setdefault("KERAS_BACKEND", "torch")
@@ -93,3 +95,16 @@ if _mathjax is None or _mathjax.origin is None:
     raise RuntimeError("sphinx-mathjax-offline is not installed: make docs, or pip install -r requirements-docs.txt")
 mathjax_path = "tex-svg.js"
 html_static_path = ["_static", str(Path(_mathjax.origin).parent / "static" / "mathjax" / mathjax_path)]
+
+
+def _as_init_says(_app: Any, what: str, _name: str, obj: Any, *_: Any) -> tuple[str, str] | None:
+    """The signature of a class whose `__new__` only chooses between variants."""
+    if what != "class" or not {"__new__", "__init__"} <= vars(obj).keys():
+        return None
+    parameters = list(inspect.signature(obj.__init__).parameters.values())[1:]
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+    return str(inspect.Signature(bare)), ""
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-signature", _as_init_says)

@@ -90,6 +90,15 @@ def test_the_reference_has_every_public_name(name):
     assert sorted(listed) == sorted(module.__all__)
 
 
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_the_guide_names_what_backends_have(name):
+    page = (ROOT / "docs" / "extending.md").read_text()
+    named = re.findall(r"`(\w+)`", re.search(r"^1\. .*^5\. .*?;", page, re.DOTALL | re.MULTILINE)[0])
+    assert len(named) > 30
+    backend = importlib.import_module(f"clipaware._backends.{name}")
+    assert [function for function in named if not hasattr(backend, function) and function != "_math"] == []
+
+
 CHECK = load(ROOT / "docs" / "check_pages.py")
 
 

@@ -126,6 +126,7 @@ def test_noise_page():
 
 
 def test_attacks_page(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="Matplotlib is not installed")
     monkeypatch.chdir(tmp_path)
     first, plot, foolbox, art = blocks(ROOT / "docs" / "attacks.md")
     names: dict = {}
