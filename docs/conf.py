@@ -13,10 +13,9 @@ from typing import Any
 os.environ.setdefault("KERAS_BACKEND", "torch")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent)]
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
-import clipaware  # noqa: E402
+import clipaware
 
 project = "clipaware"
 author = "The clipaware developers"
