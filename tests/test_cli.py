@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+pytest.importorskip("typer", reason="Typer and others of the extra cli are not installed")
 import soundfile
 import tifffile
 from PIL import Image

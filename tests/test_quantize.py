@@ -95,6 +95,7 @@ def way(request, monkeypatch):
     if request.param == "operations":
         monkeypatch.setattr(numpy_backend, "kernels", lambda: None)
     else:
+        pytest.importorskip("numba", reason="Numba is not installed")
         assert numpy_backend.kernels() is not None
 
 
@@ -219,6 +220,7 @@ def test_many_ties_are_taken_in_a_seeded_order(way):
 
 
 def test_with_and_without_kernels_the_same(monkeypatch):
+    pytest.importorskip("numba", reason="Numba is not installed")
     rng = np.random.default_rng(0)
     x = picture((64, 64, 3)).astype(np.float32)
     for delta, p, mode in product(

@@ -39,16 +39,16 @@ if hasattr(os, "register_at_fork"):
 def sample(kind: str, x: ArrayT, *, seed: Any = None, axes: Sequence[int] | None = None) -> ArrayT:
     """Draw noise in the shape of x, by the random numbers of x's own framework.
 
-    ==================  ===============================================================================
-    ``gaussian``        normal, of variance 1
-    ``uniform``         from -1 to 1
-    ``laplace``         density ``exp(-|delta|)/2``
-    ``rademacher``      -1 or 1
-    ``salt-and-pepper`` of either sign and sizes so different that, however much is asked for, elements
-                        go to their bounds one after another while the others hardly move
-    ``speckle``         normal, times x
-    ``pink``            normal, with an amplitude spectrum that falls like 1/f, and without a mean
-    ==================  ===============================================================================
+    ===================  ===============================================================================
+    ``gaussian``         normal, of variance 1
+    ``uniform``          from -1 to 1
+    ``laplace``          density ``exp(-|delta|)/2``
+    ``rademacher``       -1 or 1
+    ``salt-and-pepper``  of either sign and sizes so different that, however much is asked for, elements
+                         go to their bounds one after another while the others hardly move
+    ``speckle``          normal, times x
+    ``pink``             normal, with an amplitude spectrum that falls like 1/f, and without a mean
+    ===================  ===============================================================================
 
     Parameters
     ----------
