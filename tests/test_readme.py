@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.resources
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -265,11 +268,28 @@ def test_scaling_page(tmp_path, monkeypatch, capsys):
     pytest.importorskip("dask.array", reason="Dask is not installed")
     pytest.importorskip("zarr", reason="zarr is not installed")
     monkeypatch.chdir(tmp_path)
-    (block,) = blocks(ROOT / "docs" / "scaling.md")
     names: dict = {}
-    exec(block, names)
+    exec(blocks(ROOT / "docs" / "scaling.md")[0], names)
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("dask.array<truediv, shape=(2,), ")
     assert printed[1].split()[:4] == ["sample", "eps", "eta", "norm"]
     moved = names["da"].from_zarr("v.zarr") - names["x"]
     np.testing.assert_allclose(np.linalg.norm(moved, axis=1), names["eps"].compute()[:, 0], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("number", "framework", "launch"),
+    [(1, "jax", []), (2, "torch", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"])],
+    ids=["jax", "torch"],
+)
+def test_scaling_page_on_several_devices(tmp_path, number, framework, launch):
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    code = blocks(ROOT / "docs" / "scaling.md")[number]
+    assert f"import {framework}\n" in code
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = subprocess.run([sys.executable, *launch, script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        assert f"# {line}" in code

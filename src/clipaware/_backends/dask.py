@@ -27,6 +27,7 @@ from clipaware._report import Report
 
 Array = Any
 
+TAKES_ALL_AXES = False  # from `_api`, which does not make problems for Dask
 ROUNDS = 3  # between the first look and the one that writes
 TILE = 2**17  # elements of a block that are worked on at a time
 
