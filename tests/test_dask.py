@@ -103,6 +103,25 @@ def test_empty_batches_and_samples():
         for eps in (1.0, np.ones(size[0])):
             assert ca.perturb(x, x, eps).compute().shape == size
             assert ca.rescale(x, x, eps).compute().shape == (size[0], 1)
+            assert [a.compute().shape for a in ca.perturb_vjp(x, x, eps, x)] == [size, size, np.shape(eps), (), ()]
+
+
+@pytest.mark.parametrize("chunks", [((2, 4), (1, 3), (20, 0, 30)), ((0, 6, 0), (0, 4), (25, 25))], ids=str)
+@pytest.mark.parametrize("p", [2, math.inf])
+def test_empty_chunks(p, chunks):
+    """As a mask leaves them, along samples and along the batch."""
+    x, delta = lazy(X, D, chunks=chunks)
+    np.testing.assert_allclose(ca.perturb(x, delta, 0.3, p=p), ca.perturb(X, D, 0.3, p=p), rtol=1e-12)
+    found, known = ca.report(x, delta, 0.3, p=p), ca.report(X, D, 0.3, p=p)
+    np.testing.assert_allclose(found.norm, known.norm, rtol=1e-12)
+    for bar, known in zip(ca.perturb_vjp(x, delta, 0.3, delta, p=p), ca.perturb_vjp(X, D, 0.3, D, p=p), strict=True):
+        np.testing.assert_allclose(bar, known, rtol=1e-9, atol=1e-12)
+
+
+def test_a_batch_of_which_nothing_is_left():
+    x = da.from_array(X, chunks=(2, 3, 25))
+    none = x[x[:, 0, 0] > 2].compute_chunk_sizes()
+    assert ca.perturb(none, none, 0.3).compute().shape == (0, *X.shape[1:])
 
 
 def test_arrays_of_all_kinds_are_read_anew(tmp_path):
@@ -266,16 +285,17 @@ def test_what_is_refused():
 
 
 @pytest.mark.parametrize("chunks", [(2, 4, 50), (4, 3, 17)])
-def test_unreachable_is_an_error_when_computed(chunks):
+@pytest.mark.parametrize("p", [1, 2, math.inf])
+def test_unreachable_is_an_error_when_computed(chunks, p):
     x, delta = lazy(X, D, chunks=chunks)
-    eps = np.array([1.0, 1.0, 1.0, 50.0, 1.0, 1.0])
+    eps = np.array([0.1, 0.1, 0.1, 500.0, 0.1, 0.1])
     for function in (ca.perturb, ca.rescale):
-        found = function(x, delta, eps, unreachable="raise")
-        with pytest.raises(ca.UnreachableError, match=r"sample 3: eps 50 > reach") as caught:
+        found = function(x, delta, eps, p=p, unreachable="raise")
+        with pytest.raises(ca.UnreachableError, match=r"sample 3: eps 500 > reach") as caught:
             found.compute()
         np.testing.assert_array_equal(caught.value.rows, [3])
-        np.testing.assert_allclose(caught.value.reach, ca.reach(X, D).ravel()[3], rtol=1e-12)
-        assert not np.isnan(function(x, delta, 1.0, unreachable="raise")).any()
+        np.testing.assert_allclose(caught.value.reach, ca.reach(X, D, p=p).ravel()[3], rtol=1e-12)
+        assert not np.isnan(function(x, delta, 0.1, p=p, unreachable="raise")).any()
 
 
 @pytest.mark.parametrize("kind", ["float64", "float32"])

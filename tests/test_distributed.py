@@ -239,6 +239,17 @@ def out_of_reach(size):
             assert caught.value.rows.tolist() == [1, 3]
             reach = ca.reach(x, delta, bounds=(lower, upper)).ravel()
             np.testing.assert_allclose(caught.value.reach, reach[1::2], rtol=1e-12)
+            assert not hasattr(caught.value, "__notes__")
+    # Whole samples are a process's own business, and so are their numbers.
+    mesh, rank = init_device_mesh("cpu", (size,)), dist.get_rank()
+    X = distribute_tensor(torch.full((2 * size, 3), 0.5), mesh, [Shard(0)])
+    eps = np.where(np.arange(2 * size) == 3, 9.0, 0.1)
+    if rank == 1:
+        with pytest.raises(ca.UnreachableError, match=r"sample 1: eps 9") as caught:
+            ca.perturb(X, X, eps, unreachable="raise")
+        assert caught.value.__notes__ == ["samples are counted from the first one of this process's part"]
+    else:
+        ca.perturb(X, X, eps, unreachable="raise")
 
 
 def uneven(size):
@@ -257,6 +268,9 @@ def uneven(size):
                 assert a.grad.to_local().shape == a.to_local().shape
                 assert a.grad.to_local().isfinite().all()
             assert (ca.report(x, delta, 100.0, p=p, bounds=(lower, upper)).clipped.to_local() == 1).all()
+            lost = ca.report(x, delta, 100.0, p=p, bounds=(lower, upper), unreachable="nan")
+            assert lost.norm.to_local().isnan().all()
+            assert not lost.naive_norm.to_local().isnan().any()
     # As many samples as there are for some of the processes.
     for rows in (0, 1, size - 1):
         x = torch.rand((rows, 6), generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -112,7 +112,7 @@ def look(
         top=host.row_max(d),
         unit=unit,
         total=_sum(np.where(moves, _math.power(host, d / np.where(unit > 0, unit, 1.0), order), 0.0)),
-        most=_sum(_math.power(host, w, order)),
+        most=_sum(_math.power(host, w, p)) if p < math.inf else host.row_max(w),
         least=np.where(moves, q, math.inf).min(axis=-1, keepdims=True),
         last=host.row_max(np.where(moves, q, 0.0)),
         largest=host.row_max(np.where((w >= enough) & moves, d, 0.0)),
@@ -143,8 +143,8 @@ def merged_looks(a: Array, p: float, axis: Any) -> Array:
     share = _math.power(host, looks.unit / np.where(merged["unit"] > 0, merged["unit"], 1.0), p) if p < math.inf else 0
     merged["total"] = (looks.total * share).sum(axis=axis, keepdims=True)
     merged["least"] = looks.least.min(axis=axis, keepdims=True)
-    merged["most"] = looks.most.sum(axis=axis, keepdims=True)
     if p < math.inf:
+        merged["most"] = looks.most.sum(axis=axis, keepdims=True)
         merged["plain"] = looks.plain.sum(axis=axis, keepdims=True)
     return stacked(Look(**merged))
 
@@ -170,7 +170,7 @@ def begun(a: Array, eps: Array, p: float, n: int, numerics: Numerics, ulp: float
     lo, hi = np.maximum(start, seen.least), seen.last
     # What cannot reach eps has less room than eps in every element: there, the last breakpoint is one of delta's own.
     eta = np.minimum(np.where(unreachable, seen.last, T) * eps, HUGE)
-    reach = np.where(is_zero, 0.0, seen.largest if p == math.inf else eps * np.minimum(seen.most, 1.0) ** (1 / p))
+    reach = np.where(is_zero, 0.0, eps * np.minimum(seen.most, 1.0) ** (1 / p if p < math.inf else 1.0))
     # Rounding moves an element by that share of its usual size: all of them one way, or each as it happens to.
     size = n ** (1 / p) if p < math.inf else 1.0
     most = np.minimum(ulp * seen.far * size / eps, HUGE)

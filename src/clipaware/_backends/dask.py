@@ -110,7 +110,7 @@ def _problem(x: Any, delta: Any, eps: Any, p: Any, bounds: Any, axis: Any) -> _P
     _check.floating(this, x, "x")
     _check.same_kind(this, x, delta, "delta")
     p = _check.norm_order(p)
-    lengths = shape(x)
+    lengths, x = shape(x), _without_nothing(x)
     sample = _check.sample_axes(axis, x.ndim)
     kept = tuple(1 if i in sample else n for i, n in enumerate(lengths))
 
@@ -132,6 +132,12 @@ def _problem(x: Any, delta: Any, eps: Any, p: Any, bounds: Any, axis: Any) -> _P
     upper, high_shape = _bound(x, high, "the upper bound")
     delta = delta.rechunk(x.chunks)
     return _Problem(x, delta, eps, lower, upper, p, sample, eps_shape, (low_shape, high_shape))
+
+
+def _without_nothing(x: Array) -> Array:
+    """Without chunks of length 0, such as a mask may leave."""
+    chunks = tuple(tuple(n for n in lengths if n) or (0,) for lengths in x.chunks)
+    return x if chunks == x.chunks else x.rechunk(chunks)
 
 
 def _bound(x: Array, bound: Any, name: str) -> tuple[Array, tuple[int, ...]]:
@@ -305,7 +311,9 @@ def _swept(
 ) -> Array:
     """(rows, width): numbers per row of a block, from its tiles."""
     rows, n = arrays[0].shape
-    found = np.empty((rows, width))
+    found = np.zeros((rows, width))
+    if not n:
+        return found
     for across, columns in _tiles(rows, n):
         some = [_cut(a, across) for a in numbers]
         parts = [function(*(_cut(a, across, along) for a in arrays), *some) for along in columns]
@@ -793,7 +801,7 @@ def perturb_vjp(
     problem = _problem(x, delta, eps, p, bounds, axis)
     _check.same_kind(_check.array(x, "x"), x, grad, "grad")
     unreachable = _options(mode, unreachable)
-    g = grad.rechunk(x.chunks)
+    g = grad.rechunk(problem.x.chunks)
     state = _settled(problem, mode, "maximize" if unreachable == "nan" else unreachable, write=False)
     if unreachable == "nan":
         # A result of NaN is a constant: at those samples nothing is pulled back.

@@ -185,7 +185,12 @@ def call(function: Any, args: Any, kwargs: Any) -> Any:
                 f"x.redistribute(placements={_named(layout.without_shards())}) first"
             )
         function, arguments["group"] = getattr(distributed, name), group
-    found = function(**arguments)
+    try:
+        found = function(**arguments)
+    except _check.UnreachableError as error:
+        if any(axis in layout.batch for axis in layout.axes):
+            error.add_note("samples are counted from the first one of this process's part")
+        raise
     if group is not None and name in SQUARES:
         found = alone.result(torch.sqrt(Shards(group).reduced("sum", found.detach().double() ** 2)), found)
     if isinstance(found, tuple):

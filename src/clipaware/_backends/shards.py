@@ -86,6 +86,9 @@ class Shards:
         rows, look = self.rows((x, delta, eps, lower, upper), p)
         v = v.detach() if v.shape[1] else v.new_zeros((len(v), 1))
         norm, naive, clipped = (torch.where(look.bad, torch.nan, a) for a in _math.summary(rows, v, look.n))
+        if p == math.inf:  # a maximum may lose the NaN of another process
+            lost = self.reduced("max", torch.isnan(v).any(1, keepdim=True).double()) > 0
+            norm = torch.where(lost, torch.nan, norm)
         return norm, naive, clipped
 
     def vjp(

@@ -1262,7 +1262,7 @@ def _look_ahead(x, delta, a, b, inv, enough, p, order, found):
             least, last = min(least, q), max(last, q)
             if w >= enough:
                 largest = max(largest, d)
-            most += raised(w, p, order)
+            most = max(most, w) if p == np.inf else most + raised(w, p, order)
             if d > unit:
                 total *= raised(unit / d, p, order)
                 unit, per = d, 1 / d
