@@ -276,7 +276,8 @@ def _rows(a: Array, sample: tuple[int, ...], like: Array) -> Array:
                 target[i] = like.shape[i]
     order = (*batch, *sample)
     size = math.prod([target[i] for i in batch]), math.prod([target[i] for i in sample])
-    return np.broadcast_to(a, target).transpose(order).reshape(size)
+    # What is broadcast cannot be written to, and kernels would copy it.
+    return (a if a.shape == tuple(target) else np.broadcast_to(a, target)).transpose(order).reshape(size)
 
 
 def _in_rows(sample: tuple[int, ...], x: Array, *others: Array) -> Any:
