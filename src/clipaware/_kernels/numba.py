@@ -280,8 +280,8 @@ def count(delta: Array, room: Array, unit: Any, p: float, eta: float, powers: Ar
     else:
         work = partial(launch, count_steps, delta, room, unit, eta, p, ORDERS.get(p, ANY_ORDER))
     found = over_parts(work, delta.size)
-    powers = [power for power, _ in found]
-    return max(powers) if p == math.inf else sum(powers), sum(number for _, number in found)
+    totals = [total for total, _ in found]
+    return max(totals) if p == math.inf else sum(totals), sum(number for _, number in found)
 
 
 def power_of(delta: Array, unit: Any, scale: float, p: float) -> float:
