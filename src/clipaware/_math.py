@@ -725,7 +725,9 @@ def summary(rows: Rows, v: Array, n: int) -> tuple[Array, Array, Array]:
 
     def at_bound(tile: Any) -> Array:
         block = rows.load(tile)
-        there = (written(tile) == bound_ahead(be, block.delta, block.lower, block.upper)) & (block.delta != 0)
+        here, ahead = written(tile), bound_ahead(be, block.delta, block.lower, block.upper)
+        # TensorFlow's == may have no shape, not knowing whether those of its arguments agree.
+        there = (here >= ahead) & (here <= ahead) & (block.delta != 0)
         return be.row_sum(be.cast_like(there, block.x))
 
     return norm(lambda tile, _: written(tile)), norm(naive), rows.fold("sum", at_bound) / n
