@@ -17,7 +17,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check
 PIP := $(BIN)/python $(INSTALL)
 SPHINX := $(BIN)/python -m sphinx -W --keep-going -q -d docs/_build/doctrees
 # Of the suite, what dist runs. All of it: make dist DIST_TESTS='tests --pyargs clipaware'
-DIST_TESTS ?= tests/test_package.py tests/test_project.py tests/test_errors.py tests/test_targets.py tests/test_images.py
+DIST_TESTS ?= tests/test_package.py tests/test_project.py tests/test_errors.py tests/test_targets.py tests/test_images.py tests/test_explorer.py
 
 .PHONY: demo test test-extra docs linkcheck dist bench lint clean
 
@@ -45,9 +45,9 @@ $(TRITON)/dev.stamp: pyproject.toml requirements-dev.txt requirements-triton.txt
 # The explorer is tested in a browser. Where none can be had, these tests are skipped and say so.
 $(VENV)/browser.stamp: | $(BIN)/python
 	@command -v chromium > /dev/null || { apt-get update -qq && \
-		DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium; } > /dev/null 2>&1 || \
-		echo "no chromium, and none could be installed (apt-get install chromium): the explorer is tested without a browser"
-	@touch $@
+		DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium; } > /dev/null 2>&1; \
+		if command -v chromium > /dev/null; then touch $@; else \
+		echo "no chromium, and none could be installed (apt-get install chromium): the explorer is tested without a browser"; fi
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/clipaware demo
@@ -82,7 +82,7 @@ dist: $(VENV)/dev.stamp
 	$(BIN)/python -m build --outdir dist .
 	$(BIN)/python -m twine check --strict dist/*
 	$(PYTHON) -m venv $(FRESH)
-	$(FRESH)/bin/python $(INSTALL) -c requirements-dev.txt -r requirements-test.txt "$$(ls dist/*.whl)[cli,numba]"
+	$(FRESH)/bin/python $(INSTALL) -c requirements-dev.txt -r requirements-test.txt "$$(ls dist/*.whl)[cli,numba,explorer]"
 	tar -xzf dist/*.tar.gz -C $(FRESH)
 	rm -rf $(FRESH)/clipaware-*/src
 	cd $(FRESH)/clipaware-* && ../bin/python -m pytest -n 2 $(DIST_TESTS)
