@@ -1,14 +1,25 @@
-# make demo    set up, and perturb the bundled photograph
-# make test    set up, lint, check types, and run every test
-# make bench   set up, and measure (writes benchmarks/results/)
+# make demo        set up, and perturb the bundled photograph
+# make test        set up, lint, check types, run every test, and make the documentation
+# make test-extra  run the tests with one extra only: EXTRA=jax (or none), PYTHON=python3.13
+# make docs        the documentation, in docs/_build/html: no warnings, doctests, links and anchors
+# make linkcheck   links to other sites: needs a network
+# make dist        wheel and sdist in dist/, checked, installed and tested in a fresh environment
+# make bench       set up, and measure (writes benchmarks/results/)
 
 PYTHON ?= python3
+EXTRA ?= none
 VENV := .venv
 BIN := $(VENV)/bin
 TRITON := .venv-triton
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+ALONE := .venv-$(EXTRA)
+FRESH := .venv-dist
+INSTALL := -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python $(INSTALL)
+SPHINX := $(BIN)/python -m sphinx -W --keep-going -q -d docs/_build/doctrees
+# Of the suite, what dist runs. All of it: make dist DIST_TESTS='tests --pyargs clipaware'
+DIST_TESTS ?= tests/test_package.py tests/test_project.py tests/test_errors.py tests/test_targets.py tests/test_images.py tests/test_explorer.py
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test test-extra docs linkcheck dist bench lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -21,11 +32,22 @@ $(VENV)/dev.stamp: pyproject.toml requirements-dev.txt | $(BIN)/python
 	$(PIP) -r requirements-dev.txt -e .
 	@touch $@
 
+$(VENV)/docs.stamp: $(VENV)/dev.stamp requirements-docs.txt
+	$(PIP) -c requirements-dev.txt -r requirements-docs.txt
+	@touch $@
+
 # Apart from TensorFlow: in one process the two abort.
 $(TRITON)/dev.stamp: pyproject.toml requirements-dev.txt requirements-triton.txt
 	$(PYTHON) -m venv $(TRITON)
-	$(TRITON)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements-dev.txt -r requirements-triton.txt -e .
+	$(TRITON)/bin/python $(INSTALL) -c requirements-dev.txt -r requirements-triton.txt -e .
 	@touch $@
+
+# The explorer is tested in a browser. Where none can be had, these tests are skipped and say so.
+$(VENV)/browser.stamp: | $(BIN)/python
+	@command -v chromium > /dev/null || { apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium; } > /dev/null 2>&1; \
+		if command -v chromium > /dev/null; then touch $@; else \
+		echo "no chromium, and none could be installed (apt-get install chromium): the explorer is tested without a browser"; fi
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/clipaware demo
@@ -35,13 +57,39 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint $(TRITON)/dev.stamp
+test: lint $(TRITON)/dev.stamp $(VENV)/browser.stamp
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest -n 2 --dist worksteal tests/test_triton.py
+	$(MAKE) docs
+
+# What needs another extra is skipped, with its reason.
+test-extra:
+	$(PYTHON) -m venv $(ALONE)
+	$(ALONE)/bin/python $(INSTALL) -c requirements-dev.txt -r requirements-test.txt -e '.$(if $(filter none,$(EXTRA)),,[$(EXTRA)])'
+	$(ALONE)/bin/python -m pytest -n 2 --dist worksteal
+
+docs: $(VENV)/docs.stamp
+	$(SPHINX) -b html docs docs/_build/html
+	$(SPHINX) -b doctest docs docs/_build/doctest
+	$(BIN)/python docs/check_pages.py docs/_build/html
+
+linkcheck: $(VENV)/docs.stamp
+	$(SPHINX) -b linkcheck docs docs/_build/linkcheck
+
+# From the sdist, so that nothing of the checkout helps: the wheel is all that is installed.
+dist: $(VENV)/dev.stamp
+	rm -rf dist $(FRESH)
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv $(FRESH)
+	$(FRESH)/bin/python $(INSTALL) -c requirements-dev.txt -r requirements-test.txt "$$(ls dist/*.whl)[cli,numba,explorer]"
+	tar -xzf dist/*.tar.gz -C $(FRESH)
+	rm -rf $(FRESH)/clipaware-*/src
+	cd $(FRESH)/clipaware-* && ../bin/python -m pytest -n 2 $(DIST_TESTS)
 
 bench: $(VENV)/dev.stamp
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) $(TRITON) .pytest_cache .mypy_cache .ruff_cache .hypothesis clipaware-demo
+	rm -rf $(VENV) .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis clipaware-demo dist docs/_build docs/gallery docs/api/generated
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -594,6 +595,81 @@ def memory(quick: bool) -> Iterator[Row]:
             share = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
             where = {"rows": rows, "n": n, "dtype": "float32", "p": 2}
             yield {**where, "variant": framework, "quantity": "peak memory", "value": share, "unit": "of the result"}
+
+
+@case
+def dask_batch(quick: bool) -> Iterator[Row]:
+    """perturb of a batch in chunks of 64 MB, from memory to memory, beside NumPy's kernels on the whole of it."""
+    import dask
+    import dask.array as da
+
+    rows, n = 22_000 if quick else 100_000, 3072
+    x, delta = problem(rows, n)
+    eps = usual_eps(n, 2)
+    lazy_x, lazy_delta = (da.from_array(a, chunks=(2**26 // (4 * n), n)) for a in (x, delta))
+
+    def in_chunks() -> None:
+        ca.set_threads(1)
+        try:
+            with dask.config.set(scheduler="threads"):
+                ca.perturb(lazy_x, lazy_delta, eps).persist()
+        finally:
+            ca.set_threads(None)
+
+    times = timed({"dask": in_chunks, "numpy": lambda: ca.perturb(x, delta, eps)}, 2 if quick else 5)
+    where: Row = {"rows": rows, "n": n, "dtype": "float32", "p": 2}
+    yield from time_rows(times, **where)
+    yield ratio(times, "numpy", "dask", **where)
+
+
+@case
+def dask_sample(quick: bool) -> Iterator[Row]:
+    """One sample from Zarr to Zarr, chunked along the sample: time beside that of reading it five times and writing
+    it, and the most memory that the whole process ever has. Of up to 4e9 elements, if half of the free disk allows."""
+    code = """if True:
+    import math, sys, time
+    import dask, dask.array as da, numpy as np, zarr
+    import clipaware as ca
+    folder, n = sys.argv[1], int(sys.argv[2])
+    chunk = 2**22
+    ca.set_threads(1)
+    dask.config.set(scheduler="threads")
+
+    def timed(work):
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+
+    class Nowhere:
+        def __setitem__(self, part, a):
+            pass
+
+    rng = da.random.default_rng(0)
+    rng.random((1, n), dtype="float32", chunks=(1, chunk)).to_zarr(f"{folder}/x", compressors=None)
+    rng.standard_normal((1, n), chunks=(1, chunk)).astype("float32").to_zarr(f"{folder}/delta", compressors=None)
+    x, delta = (da.from_zarr(f"{folder}/{name}") for name in ("x", "delta"))
+    small = [a[:, : 2 * chunk] for a in (x, delta)]
+    ca.perturb(*small, 1.0).compute()  # compiles
+    eps = 0.25 * math.sqrt(n / 3)
+    taken = timed(lambda: ca.perturb(x, delta, eps).to_zarr(f"{folder}/v", compressors=None))
+    reading = timed(lambda: da.store([x, delta], [Nowhere(), Nowhere()], lock=False))
+    writing = timed(lambda: x.to_zarr(f"{folder}/copy", compressors=None)) - reading / 2
+    v = da.from_zarr(f"{folder}/v").astype("float64")
+    off = abs(math.sqrt(float(((v - x) ** 2).sum().compute())) / eps - 1)
+    most = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    print(taken, 5 * reading + max(writing, 0), float(most.split()[1]) / 1e6, off)
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        n = 20_000_000 if quick else min(4_000_000_000, int(shutil.disk_usage(folder).free / 32))
+        command = [sys.executable, "-c", code, folder, str(n)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+    taken, floor, peak, off = map(float, done.stdout.split())
+    where: Row = {"rows": 1, "n": n, "dtype": "float32", "p": 2}
+    yield {**where, "variant": "dask", "quantity": "time", "value": 1e3 * taken, "unit": "ms"}
+    yield {**where, "variant": "reading 5x, writing", "quantity": "time", "value": 1e3 * floor, "unit": "ms"}
+    yield {**where, "variant": "dask / reading 5x, writing", "quantity": "ratio", "value": taken / floor, "unit": ""}
+    yield {**where, "variant": "dask", "quantity": "peak memory", "value": peak, "unit": "GB"}
+    yield {**where, "variant": "dask", "quantity": "norm error", "value": off, "unit": "of eps"}
 
 
 @case

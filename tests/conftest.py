@@ -33,7 +33,8 @@ def _optional(name: str) -> Any:
 
 hypothesis = _optional("hypothesis")
 array_api_strict, cupy, jax, tf = map(_optional, ("array_api_strict", "cupy", "jax", "tensorflow"))
-MODULES = {"array-api-strict": array_api_strict, "cupy": cupy, "jax": jax, "tensorflow": tf}
+dask, dask_array = map(_optional, ("dask", "dask.array"))
+MODULES = {"array-api-strict": array_api_strict, "cupy": cupy, "dask": dask, "jax": jax, "tensorflow": tf}
 jax_backend, tensorflow_backend = map(_optional, ("clipaware._backends.jax", "clipaware._backends.tensorflow"))
 
 triton_kernels = _optional("clipaware._kernels.triton")
@@ -155,6 +156,22 @@ def _from_cupy(a: Any) -> Any:
     return a.get()
 
 
+def _to_dask(a: Any, dtype: str) -> Any:
+    """In two chunks along every axis, so that samples are spread over several."""
+    a = _to_numpy(a, dtype)
+    return dask_array.from_array(a, chunks=tuple(n - n // 2 or 1 for n in a.shape))
+
+
+def _to_dask_batch(a: Any, dtype: str) -> Any:
+    """In two chunks along the first axis."""
+    a = _to_numpy(a, dtype)
+    return dask_array.from_array(a, chunks=tuple(n - n // 2 or 1 if i == 0 else n for i, n in enumerate(a.shape)))
+
+
+def _from_dask(a: Any) -> Any:
+    return a.compute(scheduler="synchronous")
+
+
 def _closed_form(make: Callable[..., Any], back: Callable[[Any], Any]) -> Callable[..., list[Any]]:
     """The gradients of a framework that does not differentiate by itself."""
 
@@ -189,6 +206,11 @@ BACKENDS = {
     "array-api-strict": Backend(
         "array-api-strict", _to_strict, np.asarray, _closed_form(_to_strict, np.asarray), dtypes=("float32", "float64")
     ),
+    # Samples that are spread over chunks, and samples within one.
+    "dask": Backend("dask", _to_dask, _from_dask, _closed_form(_to_dask, _from_dask), checked=False),
+    "dask-batch": Backend(
+        "dask-batch", _to_dask_batch, _from_dask, _closed_form(_to_dask_batch, _from_dask), checked=False
+    ),
     "cupy": Backend(
         "cupy",
         _to_cupy,
@@ -209,9 +231,15 @@ def be(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backe
     subnormal = request.node.originalname in ("test_subnormal_delta", "test_mixed_scales_in_one_row")
     if subnormal and request.param.name in ("jax-operations", "tensorflow-operations", "cupy"):
         pytest.skip("XLA, TensorFlow and CuPy take subnormal numbers for 0")
+    if request.node.originalname == "test_one_picture_of_a_batch_alone" and request.param.name.startswith("dask"):
+        pytest.skip("the order of sums depends on the chunks")
     if request.node.originalname == "test_one_picture_of_a_batch_alone" and request.param.name in ("cuda", "cupy"):
         pytest.skip("the order of a GPU's sums depends on where a row begins")
-    framework = request.param.name.removesuffix("-operations")
+    if request.param.name.startswith("dask") and request.node.originalname == "test_long_rows_and_many_rows":
+        pytest.skip("half a minute, for what others test with smaller chunks")
+    if request.param.name == "dask" and request.module.__name__ == "test_quantize":
+        pytest.skip("perturb_quantized takes no samples that are spread over chunks")
+    framework = request.param.name.removesuffix("-operations").removesuffix("-batch")
     if MODULES.get(framework, np) is None:
         pytest.skip(f"{framework} is not installed")
     if request.param.name == "numpy-operations":
@@ -233,7 +261,8 @@ def be(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backe
         if not cupy.is_available():
             pytest.skip("CuPy finds no GPU")
     else:
-        assert numpy_backend.kernels() is not None  # or these would test the operations twice
+        # Kernels wherever Numba is installed, or these would test the operations twice.
+        assert (numpy_backend.kernels() is None) == (_optional("numba") is None)
     return request.param  # type: ignore[no-any-return]
 
 
@@ -267,14 +296,20 @@ def _forget_programs(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests with many parameters, those that compile a program for each take about ten, spread over all."""
+    """Of tests with many parameters, those that compile a program or make a graph for each take some."""
     groups: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         backend = getattr(item, "callspec", None) and item.callspec.params.get("be")  # type: ignore[attr-defined]
-        if backend and backend.name in ("jax-operations", "tensorflow-operations"):
+        if backend and backend.name in ("dask", "dask-batch", "jax-operations", "tensorflow-operations"):
             groups.setdefault((item.location[0] + item.originalname, backend.name), []).append(item)  # type: ignore[attr-defined]
     # An odd stride, for otherwise it is always the same dtype.
-    left_out = {item for group in groups.values() for i, item in enumerate(group) if i % (len(group) // 10 | 1)}
+    most = {"dask": 3, "dask-batch": 3}
+    left_out = {
+        item
+        for (_, name), group in groups.items()
+        for i, item in enumerate(group)
+        if i % (len(group) // most.get(name, 10) | 1)
+    }
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]

@@ -7,9 +7,10 @@ import zipfile
 
 import numpy as np
 import pytest
-import soundfile
 
 from clipaware._media import FileError, read, write
+
+soundfile = pytest.importorskip("soundfile", reason="soundfile is not installed")
 
 RNG = np.random.default_rng(0)
 

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+pytest.importorskip("typer", reason="Typer and others of the extra cli are not installed")
 import soundfile
 import tifffile
 from PIL import Image
@@ -30,7 +32,7 @@ from clipaware._cli import show, work
 from clipaware._media import read
 
 FRAMEWORKS = ("torch", "jax", "tensorflow", "cupy", "dask", "numba", "ml_dtypes", "foolbox", "matplotlib", "PIL")
-COMMANDS = ("perturb", "replay", "measure", "sweep", "env", "demo")
+COMMANDS = ("perturb", "replay", "measure", "sweep", "explore", "env", "demo")
 RNG = np.random.default_rng(0)
 
 

@@ -1,4 +1,4 @@
-"""The attack study, on pictures of stripes, and what is left of it after Ctrl-C."""
+"""The attack study, on pictures of stripes, and what is left of it after Ctrl-C; training on several devices."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import csv
 import gzip
 import importlib.util
 import math
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -109,3 +112,32 @@ def test_tables_are_as_in_the_csv(study):
         if row["naive_norm"] < 0.97 * row["eps"]:
             assert row["exact"] > row["naive"]
         assert row["exact_norm"] == pytest.approx(row["eps"], rel=1e-6)
+
+
+def test_torch_distributed():
+    pytest.importorskip("torch.distributed.tensor", reason="this PyTorch has no DTensor")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [str(FILE.with_name("torch_distributed.py")), "--features", "5000", "--steps", "3", "--eps", "5"]
+    done = subprocess.run([*launch, *script], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    steps = re.findall(r"loss (\S+), norms off by (\S+), (\d+) collectives", done.stdout)
+    assert len(steps) == 3
+    assert float(steps[-1][0]) < float(steps[0][0])
+    for _, off, collectives in steps:
+        assert float(off) < 3e-7
+        assert int(collectives) <= 5
+
+
+def test_eight_devices():
+    pytest.importorskip("jax", reason="JAX is not installed")
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    run = subprocess.run(
+        [sys.executable, FILE.parent / "jax_sharded.py"], env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", run.stdout)]
+    assert losses[-1] < losses[0] / 10
+    assert "norms of the noise: 12.00000" in run.stdout
+    assert "to 12.00000" in run.stdout
+    assert "is split like the samples: True" in run.stdout
+    assert int(re.search(r"receives (\d+) numbers", run.stdout)[1]) < 8192 / 3

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+pytest.importorskip("PIL", reason="Pillow is not installed")
+pytest.importorskip("tifffile", reason="tifffile is not installed")
 import tifffile
 from PIL import Image, ImageCms
 

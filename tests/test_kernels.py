@@ -12,6 +12,8 @@ import warnings
 import numpy as np
 import pytest
 import torch
+
+pytest.importorskip("numba", reason="Numba is not installed")
 from numba import njit
 
 import clipaware as ca

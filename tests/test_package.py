@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import tracemalloc
@@ -32,7 +33,8 @@ def test_import_loads_no_framework():
     heavy = f"{{'torch', 'jax', 'tensorflow', 'cupy', 'dask', 'numba', 'matplotlib', 'foolbox', 'eagerpy', {files}}}"
     used = "import numpy as np; ca.perturb(np.full((2, 3), 0.5), np.ones((2, 3)), 0.1)"
     loaded = f"print(sorted({heavy} & set(sys.modules)))"
-    assert run(f"import sys, clipaware as ca; {loaded}; {used}; {loaded}") == "[]\n['numba']"
+    then = ["numba"] if importlib.util.find_spec("numba") else []
+    assert run(f"import sys, clipaware as ca; {loaded}; {used}; {loaded}") == f"[]\n{then}"
 
 
 def test_noise_and_attacks_load_no_framework():

@@ -95,6 +95,7 @@ def way(request, monkeypatch):
     if request.param == "operations":
         monkeypatch.setattr(numpy_backend, "kernels", lambda: None)
     else:
+        pytest.importorskip("numba", reason="Numba is not installed")
         assert numpy_backend.kernels() is not None
 
 
@@ -219,6 +220,7 @@ def test_many_ties_are_taken_in_a_seeded_order(way):
 
 
 def test_with_and_without_kernels_the_same(monkeypatch):
+    pytest.importorskip("numba", reason="Numba is not installed")
     rng = np.random.default_rng(0)
     x = picture((64, 64, 3)).astype(np.float32)
     for delta, p, mode in product(
@@ -415,3 +417,20 @@ def test_an_eps_of_few_digits_is_that_number(p, dtype):
     spacing = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}[dtype] if p == math.inf else 1e-14
     assert (norms[0] <= exact * (1 + spacing)).all()
     assert (norms[1] >= exact * (1 - spacing)).all()
+
+
+@pytest.mark.parametrize("p", [1.25, 2.7, 30.0])
+def test_powers_from_a_table_are_those_of_each_element(p):
+    kernels = numpy_backend.kernels()
+    rng = np.random.default_rng(0)
+    delta, room = rng.standard_normal(10_000).astype(np.float32), rng.integers(0, 256, 10_000).astype(np.float32)
+    powers = kernels.table_of_powers(room, 0.5, p)
+    assert len(powers) == 256
+    for eta in (0.3, 20.0, 1e9):
+        steps = np.minimum(np.floor(eta * abs(delta.astype(np.float64)) + 0.5), room)
+        for table in (powers, None):
+            total, number = kernels.count(delta, room, 0.5, p, eta, table)
+            assert total == pytest.approx(float(np.sum((0.5 * steps) ** p)), rel=1e-12)
+            assert number == steps.sum()
+    assert kernels.table_of_powers(room, 0.5, 2.0) is None  # squares are quickly made
+    assert kernels.table_of_powers(room[:100], 0.5, p) is None  # and so are few

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.resources
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import soundfile
 import torch
-from PIL import Image
 
 from clipaware import cli
 from clipaware._kernels import threads
@@ -127,6 +129,7 @@ def test_noise_page():
 
 
 def test_attacks_page(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="Matplotlib is not installed")
     monkeypatch.chdir(tmp_path)
     first, plot, foolbox, art = blocks(ROOT / "docs" / "attacks.md")
     names: dict = {}
@@ -161,8 +164,14 @@ def test_adversarial_noise_page(tmp_path, monkeypatch):
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     """A folder to be in with what the commands of the documentation speak of."""
+    for needed in ("matplotlib", "PIL", "rich", "soundfile", "tifffile", "typer"):
+        pytest.importorskip(needed, reason=f"{needed} is not installed")
+    import soundfile
+    from PIL import Image
+
     monkeypatch.chdir(tmp_path)
-    Image.open(ROOT / "src" / "clipaware" / "data" / "coffee.jpg").save("photo.png")
+    with importlib.resources.as_file(importlib.resources.files("clipaware") / "data" / "coffee.jpg") as photo:
+        Image.open(photo).save("photo.png")
     t = np.arange(8000) / 8000
     soundfile.write("speech.wav", 0.9 * np.sin(2 * np.pi * 200 * t) * np.sin(2 * np.pi * 3 * t), 8000)
     soundfile.write("babble.wav", np.random.default_rng(0).uniform(-0.5, 0.5, 8000), 8000)
@@ -201,6 +210,42 @@ def test_command_line_page(files, capsys):
     np.testing.assert_allclose(np.sqrt(np.mean(moved**2, axis=1)) / x.mean(axis=1), 0.1, rtol=1e-5)
 
 
+PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in path.parts]
+
+
+def has_no_test_of_its_own(page):
+    """Whether no test reads the page by its name: then its code is run as it stands."""
+    return not any(f'"{page.name}"' in test.read_text() for test in Path(__file__).parent.glob("test_*.py"))
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if blocks(page) and has_no_test_of_its_own(page)],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_page(page, capsys, tmp_path, monkeypatch):
+    """Its blocks run one after another; what they print is on the page, what it says that they print is printed."""
+    monkeypatch.chdir(tmp_path)
+    torch._dynamo.reset()
+    code = "".join(blocks(page))
+    for needed in dict.fromkeys(re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)):
+        pytest.importorskip(needed, reason=f"{needed} is not installed")
+    exec(code, {})
+    printed = capsys.readouterr().out.splitlines()
+    for line in printed:
+        assert line.rstrip() in page.read_text()
+    said = re.findall(r"^print\(.*\)  # (.+)$", code, re.MULTILINE)
+    rest = iter(printed)
+    assert all(line in rest for line in said), (said, printed)
+
+
+@pytest.mark.parametrize("name", ["audio", "vision"])
+def test_commands_of_a_tutorial(files, capsys, name):
+    page = ROOT / "docs" / "tutorials" / f"{name}.md"
+    for line in commands(page):
+        assert cli.main(shlex.split(line)) == 0, line
+
+
 def test_table_is_as_printed():
     for table in ("table.md", "gpu_table.md"):
         assert (ROOT / "benchmarks" / "results" / table).read_text() in README.read_text()
@@ -217,3 +262,34 @@ def test_speed_page():
     assert threads.count() == 1
     exec(again, names)
     assert threads.count() == before
+
+
+def test_scaling_page(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("dask.array", reason="Dask is not installed")
+    pytest.importorskip("zarr", reason="zarr is not installed")
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(blocks(ROOT / "docs" / "scaling.md")[0], names)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("dask.array<truediv, shape=(2,), ")
+    assert printed[1].split()[:4] == ["sample", "eps", "eta", "norm"]
+    moved = names["da"].from_zarr("v.zarr") - names["x"]
+    np.testing.assert_allclose(np.linalg.norm(moved, axis=1), names["eps"].compute()[:, 0], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("number", "framework", "launch"),
+    [(1, "jax", []), (2, "torch", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"])],
+    ids=["jax", "torch"],
+)
+def test_scaling_page_on_several_devices(tmp_path, number, framework, launch):
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    code = blocks(ROOT / "docs" / "scaling.md")[number]
+    assert f"import {framework}\n" in code
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = subprocess.run([sys.executable, *launch, script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        assert f"# {line}" in code

@@ -16,12 +16,15 @@ ArrayT = TypeVar("ArrayT")
 
 
 class _Problem(NamedTuple):
-    """The arguments of a call, checked, as (rows, n) arrays of the backend `be`."""
+    """The arguments of a call, checked, as (rows, n) arrays of the backend `be`.
+
+    Or, for a backend whose arrays may be spread over devices along any axis, with all of x's axes, in that order.
+    """
 
     be: Any
     x: Array
     delta: Array
-    eps: Array  # (rows, 1) or (1, 1)
+    eps: Array  # (rows, 1) or (1, 1); of all axes, those of a sample are 1
     lower: Array  # each axis as in x, or 1
     upper: Array
     p: float
@@ -30,6 +33,7 @@ class _Problem(NamedTuple):
     samples: int  # how many axes are a sample's
     kept: tuple[int, ...]  # x's shape with the axes of a sample reduced to 1
     shapes: tuple[tuple[int, ...], ...]  # in which eps and the bounds came
+    span: dict[str, int]  # for a backend to which all axes go: how many are a sample's
 
     def rows(self, a: Array) -> Array:
         """From x's shape to (rows, n)."""
@@ -47,8 +51,10 @@ def _to_rows(be: Any, a: Array, order: tuple[int, ...], shape: tuple[int, ...]) 
     return be.reshape(a if order == tuple(range(len(order))) else be.permute(a, order), shape)
 
 
-def _problem(x: Any, delta: Any, eps: Any, p: Any, bounds: Any, axis: Any) -> _Problem:
+def _problem(x: Any, delta: Any, eps: Any, p: Any, bounds: Any, axis: Any, flat: bool = False) -> _Problem:
+    """The problem; `flat` if it must be (rows, n) for every backend."""
     be = _check.array(x, "x")
+    all_axes = be.TAKES_ALL_AXES and not flat
     _check.floating(be, x, "x")
     _check.same_kind(be, x, delta, "delta")
     p = _check.norm_order(p)
@@ -65,6 +71,7 @@ def _problem(x: Any, delta: Any, eps: Any, p: Any, bounds: Any, axis: Any) -> _P
         rows, n = math.prod([shape[i] for i in batch]), math.prod([shape[i] for i in sample])
         kept = tuple(1 if i in sample else s for i, s in enumerate(shape))
     order = batch + sample
+    form = tuple([shape[i] for i in order]) if all_axes else (rows, n)
 
     eps_shape: tuple[int, ...] = ()
     if _check.is_number(eps):
@@ -75,22 +82,26 @@ def _problem(x: Any, delta: Any, eps: Any, p: Any, bounds: Any, axis: Any) -> _P
         eps_shape = _check.array(eps, "eps").shape(eps)
         _check.eps_shape(eps_shape, tuple([shape[i] for i in batch]), kept)
         _check.eps_values(eps)
-        eps = be.reshape(be.as_eps(eps, x), (1, 1) if eps_shape == () else (rows, 1))
+        each = form[:first] + (1,) * len(sample) if all_axes else (rows, 1)
+        eps = be.reshape(be.as_eps(eps, x), (1,) * len(form) if eps_shape == () else each)
 
     low, high = _check.bounds_pair(bounds)
     layout = shape, batch, sample
-    lower, low_shape = _bound(be, x, low, "the lower bound", layout)
-    upper, high_shape = _bound(be, x, high, "the upper bound", layout)
-    if in_order:
-        x, delta = be.reshape(x, (rows, n)), be.reshape(delta, (rows, n))
-    else:
-        x, delta = _to_rows(be, x, order, (rows, n)), _to_rows(be, delta, order, (rows, n))
+    lower, low_shape = _bound(be, x, low, "the lower bound", layout, all_axes)
+    upper, high_shape = _bound(be, x, high, "the upper bound", layout, all_axes)
+    if not in_order:
+        x, delta = _to_rows(be, x, order, form), _to_rows(be, delta, order, form)
+    elif not all_axes:
+        x, delta = be.reshape(x, form), be.reshape(delta, form)
     shapes = eps_shape, low_shape, high_shape
-    return _Problem(be, x, delta, eps, lower, upper, p, shape, order, len(sample), kept, shapes)
+    span = {"samples": len(sample)} if all_axes else {}
+    return _Problem(be, x, delta, eps, lower, upper, p, shape, order, len(sample), kept, shapes, span)
 
 
-def _bound(be: Any, x: Array, bound: Any, name: str, layout: tuple[tuple[int, ...], ...]) -> tuple[Array, Any]:
-    """A bound in rows form, and the shape in which it came."""
+def _bound(
+    be: Any, x: Array, bound: Any, name: str, layout: tuple[tuple[int, ...], ...], all_axes: bool
+) -> tuple[Array, Any]:
+    """A bound in rows form, or with all axes, and the shape in which it came."""
     if _check.is_number(bound):
         return be.number(bound, x), ()
     _check.companion(be, x, bound, name)
@@ -98,7 +109,10 @@ def _bound(be: Any, x: Array, bound: Any, name: str, layout: tuple[tuple[int, ..
     came, (shape, batch, sample) = be.shape(bound), layout
     _check.bound_shape(came, shape, name)
     full, target = _expanded(came, shape, batch, sample)
-    bound = be.broadcast_to(be.reshape(bound, full), target)
+    bound = be.reshape(bound, full)
+    if all_axes:
+        return _to_rows(be, bound, batch + sample, tuple([full[i] for i in batch + sample])), came
+    bound = be.broadcast_to(bound, target)
     rows, n = math.prod([target[i] for i in batch]), math.prod([target[i] for i in sample])
     return _to_rows(be, bound, batch + sample, (rows, n)), came
 
@@ -120,7 +134,7 @@ def perturb(
     Parameters
     ----------
     x
-        Samples inside their bounds: a floating array of NumPy, PyTorch, JAX, TensorFlow, CuPy or the Array API.
+        Samples inside their bounds: a floating array of NumPy, PyTorch, JAX, TensorFlow, CuPy, Dask or the Array API.
     delta
         Directions, of x's framework, device, shape and dtype. Their scale does not matter.
     eps
@@ -154,9 +168,12 @@ def perturb(
     >>> float(np.linalg.norm(v - x).round(12))
     0.6
     """
-    problem = _problem(x, delta, eps, p, bounds, axis)
+    return _perturb(_problem(x, delta, eps, p, bounds, axis), mode, unreachable)  # type: ignore[no-any-return]
+
+
+def _perturb(problem: _Problem, mode: str, unreachable: str) -> Array:
     v, *_ = _solve(problem, mode, unreachable, write=True)
-    return problem.unrows(v)  # type: ignore[no-any-return]
+    return problem.unrows(v)
 
 
 @public
@@ -194,9 +211,12 @@ def rescale(
     >>> eta.round(4)
     array([0.4183])
     """
-    problem = _problem(x, delta, eps, p, bounds, axis)
+    return _rescale(_problem(x, delta, eps, p, bounds, axis), mode, unreachable)  # type: ignore[no-any-return]
+
+
+def _rescale(problem: _Problem, mode: str, unreachable: str) -> Array:
     _, eta, _ = _solve(problem, mode, unreachable, write=False)
-    return problem.be.reshape(problem.be.cast_like(eta, problem.x), problem.kept)  # type: ignore[no-any-return]
+    return problem.be.reshape(problem.be.cast_like(eta, problem.x), problem.kept)
 
 
 def _solve(problem: _Problem, mode: str, unreachable: str, write: bool) -> tuple[Array, Array, Array]:
@@ -204,7 +224,7 @@ def _solve(problem: _Problem, mode: str, unreachable: str, write: bool) -> tuple
     _check.option(mode, _check.MODES, "mode")
     _check.option(unreachable, _check.UNREACHABLE, "unreachable")
     be = problem.be
-    v, eta, status = be.solve(*problem[1:7], mode, write)
+    v, eta, status = be.solve(*problem[1:7], mode, write, **problem.span)
     if unreachable == "maximize" or mode == "at_most":
         return v, eta, status
     missed = _missed(problem, status)
@@ -212,7 +232,7 @@ def _solve(problem: _Problem, mode: str, unreachable: str, write: bool) -> tuple
         return be.where(missed, math.nan, v) if write else v, be.where(missed, math.nan, eta), status
     rows = be.true_rows(missed)
     if len(rows):
-        reached = be.fetch(be.reach(*problem[1:3], *problem[4:7])).ravel()[rows]
+        reached = be.fetch(be.reach(*problem[1:3], *problem[4:7], **problem.span)).ravel()[rows]
         asked = np.broadcast_to(be.fetch(problem.eps), missed.shape).ravel()[rows]
         raise _check.UnreachableError(rows, reached, asked)
     return v, eta, status
@@ -244,9 +264,12 @@ def reach(x: ArrayT, delta: ArrayT, *, p: float = 2, bounds: tuple[Any, Any] = (
     >>> ca.reach(np.array([0.2, 0.5, 0.9]), np.array([1.0, -1.0, 2.0])).round(4)
     array([0.9487])
     """
-    problem = _problem(x, delta, 0.0, p, bounds, axis)
-    found = problem.be.reach(problem.x, problem.delta, problem.lower, problem.upper, problem.p)
-    return problem.be.reshape(problem.be.result(found, problem.x), problem.kept)  # type: ignore[no-any-return]
+    return _reach(_problem(x, delta, 0.0, p, bounds, axis))  # type: ignore[no-any-return]
+
+
+def _reach(problem: _Problem) -> Array:
+    found = problem.be.reach(*problem[1:3], *problem[4:7], **problem.span)
+    return problem.be.reshape(problem.be.result(found, problem.x), problem.kept)
 
 
 @public
@@ -283,11 +306,14 @@ def report(
          0  0.6    0.41833   0.6   0.3605551  0.9486833  0.3333333        yes
          1  0.6  0.3464102   0.6         0.6  0.8660254          0        yes
     """
-    problem = _problem(x, delta, eps, p, bounds, axis)
+    return _report(_problem(x, delta, eps, p, bounds, axis), mode, unreachable)
+
+
+def _report(problem: _Problem, mode: str, unreachable: str) -> Report:
     be = problem.be
     v, eta, status = _solve(problem, mode, unreachable, write=True)
-    norm, naive_norm, clipped = be.summary(*problem[1:7], v)
-    reached = be.reach(*problem[1:3], *problem[4:7])
+    norm, naive_norm, clipped = be.summary(*problem[1:7], v, **problem.span)
+    reached = be.reach(*problem[1:3], *problem[4:7], **problem.span)
     per_sample = be.where(status == status, problem.eps, eta)  # one for all samples becomes one for each
     found = [be.result(a, problem.x) for a in (per_sample, eta, norm, naive_norm, reached, clipped)]
     return Report(*(be.reshape(a, problem.kept) for a in (*found, ~_missed(problem, status))))
@@ -332,18 +358,24 @@ def perturb_vjp(
     (array([1., 1., 0.]), 1.0)
     """
     problem = _problem(x, delta, eps, p, bounds, axis)
+    _check.same_kind(problem.be, x, grad, "grad")
+    return _pull(problem, grad, mode, unreachable)  # type: ignore[no-any-return]
+
+
+def _pull(problem: _Problem, grad: Array, mode: str, unreachable: str) -> Any:
     be = problem.be
-    _check.same_kind(be, x, grad, "grad")
     # A result of NaN is a constant: at those samples nothing is pulled back.
     _, eta, status = _solve(problem, mode, "maximize" if unreachable == "nan" else unreachable, write=False)
     g = problem.rows(grad)
     if unreachable == "nan" and mode != "at_most":
         g = be.where(_missed(problem, status), 0.0, g)
-    x_bar, delta_bar, eps_bar, *bound_bars = be.vjp(*problem[1:7], eta, status, g)
+    x_bar, delta_bar, eps_bar, *bound_bars = be.vjp(*problem[1:7], eta, status, g, **problem.span)
     eps_shape, *bound_shapes = problem.shapes
-    eps_bar = be.sum_axes(eps_bar, (0, 1)) if eps_shape == () else be.reshape(eps_bar, eps_shape)
+    eps_bar = (
+        be.sum_axes(eps_bar, tuple(range(be.ndim(eps_bar)))) if eps_shape == () else be.reshape(eps_bar, eps_shape)
+    )
     bars = [_unbroadcast(problem, bar, shape) for bar, shape in zip(bound_bars, bound_shapes, strict=True)]
-    return problem.unrows(x_bar), problem.unrows(delta_bar), *(be.result(bar, x) for bar in (eps_bar, *bars))
+    return problem.unrows(x_bar), problem.unrows(delta_bar), *(be.result(bar, problem.x) for bar in (eps_bar, *bars))
 
 
 def _expanded(
@@ -364,6 +396,7 @@ def _unbroadcast(problem: _Problem, bar: Array, shape: tuple[int, ...]) -> Array
     be, order = problem.be, problem.order
     batch = len(problem.shape) - problem.samples
     full, target = _expanded(shape, problem.shape, order[:batch], order[batch:])
+    target = full if problem.span else target
     bar = be.permute(be.reshape(bar, tuple(target[i] for i in order)), tuple(order.index(i) for i in range(len(order))))
     return be.reshape(
         be.sum_axes(bar, tuple(i for i, (f, t) in enumerate(zip(full, target, strict=True)) if f != t)), shape

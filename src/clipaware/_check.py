@@ -57,7 +57,7 @@ def array(a: Any, name: str) -> Any:
         hint = (
             "; convert it first, for instance with numpy.asarray" if isinstance(a, list | tuple | int | float) else ""
         )
-        frameworks = "NumPy, PyTorch, JAX, TensorFlow, CuPy, or any with __array_namespace__"
+        frameworks = "NumPy, PyTorch, JAX, TensorFlow, CuPy, Dask, or any with __array_namespace__"
         raise TypeError(f"{name} is {described(a)}, expected an array of a supported framework ({frameworks}){hint}")
     return be
 
@@ -86,6 +86,17 @@ def same_kind(be: Any, x: Array, other: Any, name: str) -> None:
         raise ValueError(f"{name} has shape {shape}, expected {be.shape(x)} to match x")
     if dtype != be.dtype_name(x):
         raise TypeError(f"{name} has dtype {dtype}, expected {be.dtype_name(x)} to match x")
+    if be.TAKES_ALL_AXES:
+        same_split(be.split_of(x), be.split_of(other), name)
+
+
+def same_split(mine: str, theirs: str, name: str) -> None:
+    """How arrays are spread over devices; nothing if they are not, or nobody knows."""
+    if mine and theirs and mine != theirs:
+        raise ValueError(
+            f"{name} is split over devices by {theirs}, expected {mine} to match x; to split it like x takes "
+            f"jax.device_put({name}, x.sharding), and jax.reshard({name}, jax.typeof(x).sharding) under jax.jit"
+        )
 
 
 def same_device(be: Any, x: Array, other: Array, name: str) -> None:
@@ -228,6 +239,15 @@ def values_are_known(known: bool, traces: str) -> None:
         raise ValueError(
             f'unreachable is "raise", which needs values that are not known under {traces}; compare eps with '
             'clipaware.reach(x, delta) instead, or choose "maximize" or "nan"'
+        )
+
+
+def one_process(x: Array) -> None:
+    """Random numbers of the parts of an array are for each process to draw, or they would be the same."""
+    if framework_of(x) == "DTensor":
+        raise TypeError(
+            "x is a DTensor array, expected one that is not distributed: call this for x.to_local(), with another seed "
+            "for every part, and DTensor.from_local for the result"
         )
 
 

@@ -42,6 +42,12 @@ def _tensorflow() -> ModuleType:
     return tensorflow
 
 
+def _dask() -> ModuleType:
+    from clipaware._backends import dask
+
+    return dask
+
+
 def _array_api() -> ModuleType:
     from clipaware._backends import array_api
 
@@ -53,10 +59,12 @@ def _array_api() -> ModuleType:
 _ROOTS: dict[str, tuple[Callable[[], ModuleType], str]] = {
     "numpy": (_numpy, "numpy"),
     "torch": (_torch, "torch"),
+    "DTensor": (_torch, "DTensor"),  # a class of PyTorch's, but not one of its tensors
     "jax": (_jax, "jax"),
     "jaxlib": (_jax, "jax"),
     "tensorflow": (_tensorflow, "tensorflow"),
     "cupy": (_array_api, "cupy"),
+    "dask": (_dask, "dask"),
 }
 
 
@@ -76,6 +84,8 @@ def _found(array: Any) -> Any:
     cls = type(array)
     for base in cls.__mro__:
         root = base.__module__.partition(".")[0]
+        if root == "torch" and base.__name__ == "DTensor":
+            root = "DTensor"
         if root in _ROOTS:
             load, name = _ROOTS[root]
             module = load()
@@ -101,7 +111,8 @@ def described(a: Any) -> str:
 
 def public(function: Callable[Params, Result]) -> Callable[Params, Result]:
     """Let a function take arrays that others lend their code, and return such: EagerPy's tensors, which wrap another
-    framework's, and CuPy's arrays, whose memory PyTorch's kernels can work on. Nothing is imported for the question."""
+    framework's, CuPy's arrays, whose memory PyTorch's kernels can work on, and DTensors, of which every process holds a
+    part. Nothing is imported for the question."""
     names = tuple(signature(function).parameters)
 
     @wraps(function)
@@ -111,7 +122,11 @@ def public(function: Callable[Params, Result]) -> Callable[Params, Result]:
         lend: Callable[[Any], Any]
         if eagerpy is not None and isinstance(x, eagerpy.Tensor):
             kind, what, lend, back = eagerpy.Tensor, "an EagerPy tensor", lambda a: a.raw, eagerpy.astensor
-        elif framework_of(x) == "cupy" and (torch := _torch_with_kernels()) is not None:
+        elif (framework := framework_of(x)) == "dask":
+            return _lazy(function.__name__)(*args, **kwargs)  # type: ignore[no-any-return]
+        elif framework == "DTensor":
+            return _dtensor().call(function, args, kwargs)  # type: ignore[no-any-return]
+        elif framework == "cupy" and (torch := _torch_with_kernels()) is not None:
             cupy: Any = sys.modules["cupy"]
             kind, what, lend, back = cupy.ndarray, "a cupy array", _shared(torch.from_dlpack), cupy.from_dlpack
         else:
@@ -125,6 +140,17 @@ def public(function: Callable[Params, Result]) -> Callable[Params, Result]:
     # For TensorFlow's AutoGraph: not to be rewritten.
     called.autograph_info__ = None  # type: ignore[attr-defined]
     return called
+
+
+def _lazy(name: str) -> Any:
+    """The function of that name for Dask's arrays, which are not looked at before they are computed."""
+    return getattr(_dask(), name)
+
+
+def _dtensor() -> Any:
+    from clipaware._backends import dtensor
+
+    return dtensor
 
 
 def _torch_with_kernels() -> Any:

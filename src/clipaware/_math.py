@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 Array = Any
@@ -30,6 +31,7 @@ ROOMY = 1e6  # rooms up to this many units of eps can be raised to the fourth po
 POLISH_PASSES = 64
 HUGE = 1e300  # more than any norm, scale or step that is worth a thought
 LOOSE = 2.0**-13  # the step at which Newton stops for float32 arrays: what is missing shows in the norm as written
+LOOSE_DOUBLE = 2.0**-20  # and for float64, where another pass would have to wait for others
 SLACK = 2.0**-47  # how far below eps at_most stays, for norms that are added up in another order
 SAMPLE_FROM = 2**19  # rows this long first solve a sample of contiguous runs, and start there
 SAMPLE_RUNS, SAMPLE_RUN = 64, 512
@@ -486,30 +488,45 @@ def guarded_newton(
     return count, be.where(top == passes.rows.top, be.minimum(T, ceiling), T), top, C, short
 
 
-def sample_start(passes: Passes, n: int, done: Array) -> Array:
-    """Newton's start on long rows: the solution of a sample of contiguous runs."""
+def runs_of(rows: Rows, n: int) -> tuple[Rows, float]:
+    """A sample of long rows, contiguous runs of them, and which share of a row it is."""
+    tiles = [(slice(None), rows.be.runs(n, SAMPLE_RUNS, SAMPLE_RUN), -1)]
+    return rows._replace(tiles=tiles, keep=True), SAMPLE_RUNS * SAMPLE_RUN / n
+
+
+def sample_start(sample: Rows, share: float, passes: Passes, done: Array) -> Array:
+    """Newton's start: the solution of a sample, which is that share of the rows."""
     rows, be = passes.rows, passes.rows.be
-    sample = Passes(rows._replace(tiles=[(slice(None), be.runs(n, SAMPLE_RUNS, SAMPLE_RUN), -1)], keep=True))
-    share = SAMPLE_RUNS * SAMPLE_RUN / n
-    first = sample.naive()[0] * share ** (1 / rows.p)
-    T, top, _, short, _ = newton(sample, first, passes.target * share, 0.01, done)
+    few = Passes(sample._replace(eps=rows.eps, top=rows.top))
+    first = few.naive()[0] * share ** (1 / rows.p)
+    T, top, _, short, _ = newton(few, first, passes.target * share, 0.01, done)
     return be.where(short | (top < rows.top), first, T)
 
 
-def solve(rows: Rows, n: int, mode: str, write: bool) -> Solution:
-    """The scale of every row of `n` elements, and what became of it; nearly, if `write` is to follow."""
+def solve(
+    rows: Rows, n: int, mode: str, write: bool, begin: Callable[[Passes, Array], Array] | None = None
+) -> Solution:
+    """The scale of every row of `n` elements, and what became of it; nearly, if `write` is to follow.
+
+    ``begin(passes, still)`` is for those who know more beforehand: a T near the root of each row that does not stay
+    still, or for p = inf the largest |delta| among the elements that can move by eps.
+    """
     be, p, numerics = rows.be, rows.p, rows.numerics
-    settled = LOOSE if write and numerics is SINGLE else numerics.settled
+    settled = numerics.settled
+    if write and (numerics is SINGLE or begin is not None):
+        settled = LOOSE if numerics is SINGLE else LOOSE_DOUBLE
     is_zero, at_zero = rows.top <= 0, rows.eps <= 0
     still = is_zero | at_zero
     rows = rows._replace(eps=be.where(at_zero, 1.0, rows.eps), top=be.where(is_zero, 1.0, rows.top))
     passes = Passes(rows)
     if p < math.inf:
-        start, total = passes.naive() if n < SAMPLE_FROM else (sample_start(passes, n, still), None)
+        if begin is None and n >= SAMPLE_FROM:
+            begin = partial(sample_start, *runs_of(rows, n))
+        start, total = passes.naive() if begin is None else (begin(passes, still), None)
         T, top, C, short, count = newton(passes, start, passes.target, settled, still, total)
         unreachable = short & (C < passes.target * (1 - 8 * p * numerics.ulp))
     else:
-        largest = passes.largest_with_room()
+        largest = passes.largest_with_room() if begin is None else begin(passes, still)
         unreachable = short = largest <= 0
         top, C, count = be.where(short, rows.top, largest), largest * 0, 1
         T = passes.target * (passes.m_of(top) / top)
@@ -552,21 +569,20 @@ def write(
 
     written: list[Array] = []  # by a trace, for its one tile
 
+    def stored(K: Array, tile: Any) -> tuple[Array, Array]:
+        """Store a tile of the array for this K; what was kept, and x."""
+        block = rows.load(tile)
+        direction = times(be, block.delta, rows.pick(1 / solution.m, tile))
+        if corners := any_true(be, corner):
+            direction = be.where(corner[tile[0], :], be.sign(block.delta) * numerics.far, direction)
+        v = store(tile, block, direction, rows.pick(be.where(corner, 1.0, K) if corners else K, tile))
+        if be.TRACES:
+            written[:] = [v]
+        return v, block.x
+
     def norm_of(K: Array, widen: bool) -> Array:
         """Store the array for this K; its norm over eps."""
-        corners = any_true(be, corner)
-
-        def of_tile(tile: Any) -> Array:
-            block = rows.load(tile)
-            direction = times(be, block.delta, rows.pick(1 / solution.m, tile))
-            if corners:
-                direction = be.where(corner[tile[0], :], be.sign(block.delta) * numerics.far, direction)
-            v = store(tile, block, direction, rows.pick(be.where(corner, 1.0, K) if corners else K, tile))
-            if be.TRACES:
-                written[:] = [v]
-            return powers(tile, v, block.x, widen)
-
-        return norm(of_tile)
+        return norm(lambda tile: powers(tile, *stored(K, tile), widen))
 
     def powers(tile: Any, v: Array, x: Array, widen: bool) -> Array:
         if widen:
@@ -581,10 +597,11 @@ def write(
         total = rows.fold("max" if p == math.inf else "sum", of_tile)
         return (total if p == math.inf else total ** (1 / p)) / (eps * down)
 
-    first = norm_of(solution.K, at_most)
-    if be.TRACES:
+    if not be.TRACES:
+        first = norm_of(solution.K, at_most)
+    else:
         # Of the array in memory, in a branch: elsewhere, XLA would make it once more for this sum.
-        v = written[0]
+        v, _ = stored(solution.K, rows.tiles[0])
         moves = (status != ZERO) & (status != AT_ZERO)
         (first,) = when(
             be, moves, lambda _: (norm(lambda tile: powers(tile, v, rows.load(tile).x, at_most)),), rows.top * 0 + 1.0
@@ -598,7 +615,9 @@ def write(
     close = 1e-8 if half else numerics.close / 2
 
     def polished(*_: Array) -> tuple[Array, ...]:
-        norm_of(polish(rows, lambda K: norm_of(K, True), solution, moving, limit, close), False)
+        best = polish(rows, lambda K: norm_of(K, True), solution, moving, limit, close)
+        for tile in rows.tiles:
+            stored(best, tile)
         return tuple(written)
 
     return when(be, moving, polished, *written)
@@ -706,7 +725,9 @@ def summary(rows: Rows, v: Array, n: int) -> tuple[Array, Array, Array]:
 
     def at_bound(tile: Any) -> Array:
         block = rows.load(tile)
-        there = (written(tile) == bound_ahead(be, block.delta, block.lower, block.upper)) & (block.delta != 0)
+        here, ahead = written(tile), bound_ahead(be, block.delta, block.lower, block.upper)
+        # TensorFlow's == may have no shape, not knowing whether those of its arguments agree.
+        there = (here >= ahead) & (here <= ahead) & (block.delta != 0)
         return be.row_sum(be.cast_like(there, block.x))
 
     return norm(lambda tile, _: written(tile)), norm(naive), rows.fold("sum", at_bound) / n
@@ -751,20 +772,38 @@ class Partials(NamedTuple):
 
 
 def partials(
-    be: Backend, block: Block, eps: Array, eta: Array, status: Array, p: float, numerics: Numerics
+    be: Backend,
+    block: Block,
+    eps: Array,
+    eta: Array,
+    status: Array,
+    p: float,
+    numerics: Numerics,
+    unit: Array | None = None,
 ) -> Partials:
     """The sets, weights and slopes of docs/math.md at a solution eta. Differentiable itself, in eta and the block."""
-    part = weighed(be, *divided(be, block, eps, eta, status, p, numerics), p, numerics)
+    part = weighed(be, *divided(be, block, eps, eta, status, p, numerics, unit), p, numerics)
     return part._replace(pace=sloped(be, part.pace, be.row_sum(be.where(part.free, part.w * part.direction, 0.0))))
 
 
 def divided(
-    be: Backend, block: Block, eps: Array, eta: Array, status: Array, p: float, numerics: Numerics
+    be: Backend,
+    block: Block,
+    eps: Array,
+    eta: Array,
+    status: Array,
+    p: float,
+    numerics: Numerics,
+    unit: Array | None = None,
 ) -> tuple[Split, Pace]:
-    """The sets, and all there is per row but its slope."""
-    top = be.widen(be.row_max(abs(be.constant(block.delta))))
-    top = be.where(top > 0, top, 1.0)
-    m = be.pow2(top, numerics)
+    """The sets, and all there is per row but its slope. `unit` is one for delta, if the largest is not to be found."""
+
+    def largest() -> Array:
+        top = be.widen(be.row_max(abs(be.constant(block.delta))))
+        return be.where(top > 0, top, 1.0)
+
+    of_delta = largest() if unit is None else None
+    m = be.pow2(unit if of_delta is None else of_delta, numerics)
     at_zero, regular = status == AT_ZERO, status == REGULAR
     # Where eta does not move, w counts for nothing but must be finite.
     inv = be.where(regular, 1 / be.where(regular, eps, 1.0), 0.0)
@@ -783,6 +822,7 @@ def divided(
             # Of the block: what is made outside of a branch, a trace makes whether or not it is taken.
             free, still, _, _, d, _, _ = split(be, block, pace, numerics)
             counted = free & ~still
+            top = largest() if of_delta is None else of_delta
             powers = power(be, be.where(counted, d * be.narrow(m / top, numerics), 1.0), p)
             norm = be.row_sum(be.where(counted, powers, 0.0))
             limit = be.where(norm > 0, m / top / be.where(norm > 0, norm, 1.0) ** (1 / p), 0.0)

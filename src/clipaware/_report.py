@@ -59,4 +59,5 @@ def _flat(a: Array) -> list[Any]:
     from clipaware._dispatch import backend_of
 
     a = getattr(a, "raw", a)  # of an EagerPy tensor
+    a = a.to_local() if hasattr(a, "to_local") else a  # of a DTensor, what this process knows
     return backend_of(a).fetch(a).ravel().tolist()  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""The command line: ``clipaware perturb``, ``sweep``, ``measure``, ``replay``, ``env`` and ``demo``."""
+"""The command line: ``clipaware perturb``, ``sweep``, ``measure``, ``replay``, ``explore``, ``env`` and ``demo``."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def _read_pillow(
         values = np.array(image if mode == image.mode else image.convert(mode))
         if format == "tiff" and ORIENTATION not in image.getexif():
             # Pillow turns these, and takes the tag away.
-            values = _as_stored(values, orientation)
+            values = as_stored(values, orientation)
     values = values.astype(values.dtype.newbyteorder("="), copy=False)
     alpha = None if key is None else _but(values, key)
     if mode in ("LA", "RGBA"):
@@ -165,7 +165,7 @@ def _but(values: Array, key: Array) -> Array:
     return np.where(equal, 0, np.iinfo(values.dtype).max).astype(values.dtype)
 
 
-def _as_stored(values: Array, orientation: int) -> Array:
+def as_stored(values: Array, orientation: int) -> Array:
     """Undo what an EXIF orientation asks for."""
     if orientation in (6, 8):
         return np.rot90(values, 1 if orientation == 6 else -1)

@@ -39,16 +39,16 @@ if hasattr(os, "register_at_fork"):
 def sample(kind: str, x: ArrayT, *, seed: Any = None, axes: Sequence[int] | None = None) -> ArrayT:
     """Draw noise in the shape of x, by the random numbers of x's own framework.
 
-    ==================  ===============================================================================
-    ``gaussian``        normal, of variance 1
-    ``uniform``         from -1 to 1
-    ``laplace``         density ``exp(-|delta|)/2``
-    ``rademacher``      -1 or 1
-    ``salt-and-pepper`` of either sign and sizes so different that, however much is asked for, elements
-                        go to their bounds one after another while the others hardly move
-    ``speckle``         normal, times x
-    ``pink``            normal, with an amplitude spectrum that falls like 1/f, and without a mean
-    ==================  ===============================================================================
+    ===================  ===============================================================================
+    ``gaussian``         normal, of variance 1
+    ``uniform``          from -1 to 1
+    ``laplace``          density ``exp(-|delta|)/2``
+    ``rademacher``       -1 or 1
+    ``salt-and-pepper``  of either sign and sizes so different that, however much is asked for, elements
+                         go to their bounds one after another while the others hardly move
+    ``speckle``          normal, times x
+    ``pink``             normal, with an amplitude spectrum that falls like 1/f, and without a mean
+    ===================  ===============================================================================
 
     Parameters
     ----------
@@ -79,6 +79,7 @@ def sample(kind: str, x: ArrayT, *, seed: Any = None, axes: Sequence[int] | None
     array([5., 5.])
     """
     be = _check.array(x, "x")
+    _check.one_process(x)
     _check.floating(be, x, "x")
     _check.option(kind, KINDS, "kind")
     _check.seed(seed)
@@ -210,6 +211,7 @@ class AddNoise:
     def __call__(self, x: ArrayT, *, seed: Any = None) -> ArrayT:
         """x with noise; by this seed, key or generator if one is given, and else by the next of its own."""
         be = _check.array(x, "x")
+        _check.one_process(x)
         axis = self.axis
         if isinstance(axis, str) and axis == "auto":
             axis = None if be.ndim(x) == 3 else "batch"

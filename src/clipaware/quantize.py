@@ -90,9 +90,9 @@ def perturb_quantized(
         )
     _check.option(mode, _check.MODES, "mode")
     _check.option(unreachable, _check.UNREACHABLE, "unreachable")
-    _check_levels(levels)
+    check_levels(levels)
     _check.seed(seed)
-    problem = _problem(x, delta, eps, p, bounds, axis)
+    problem = _problem(x, delta, eps, p, bounds, axis, flat=True)
     rows = [np.asarray(be.fetch(be.result(a, x))) for a in (problem.x, problem.delta)]
     limits: list[Array] = [
         # A number as it came, and not as x's dtype has it.
@@ -101,7 +101,7 @@ def perturb_quantized(
     ]
     sizes = np.array([[float(eps)]]) if _check.is_number(eps) else np.asarray(be.fetch(problem.eps), np.float64)
     asked = np.broadcast_to(sizes, (len(rows[0]), 1))
-    slack = 8 * _spacing("float64" if _check.is_number(eps) else _check.array(eps, "eps").dtype_name(eps))
+    slack = 8 * spacing("float64" if _check.is_number(eps) else _check.array(eps, "eps").dtype_name(eps))
     grid = _Grid(limits[0], limits[1], levels, be.dtype_name(x))
 
     v, missed = np.empty_like(rows[0]), []
@@ -116,14 +116,14 @@ def perturb_quantized(
     return problem.unrows(be.returned(v, x))  # type: ignore[no-any-return]
 
 
-def _check_levels(levels: Any) -> None:
+def check_levels(levels: Any) -> None:
     if isinstance(levels, bool) or not isinstance(levels, numbers.Integral):
         raise TypeError(f"levels is {levels!r}, expected a whole number, such as 256")
     if not 2 <= int(levels) <= MOST_LEVELS:
         raise ValueError(f"levels is {levels}, expected a whole number from 2 to 2**32")
 
 
-def _spacing(dtype: str) -> float:
+def spacing(dtype: str) -> float:
     """At 1, in that dtype; integers are exact."""
     return {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23}.get(dtype, ULP)
 
@@ -143,11 +143,11 @@ class _Grid:
         self.step = (upper - lower) / self.last
         scale = np.maximum(abs(lower), abs(upper)) + 0 * self.step
         # Between two powers of two, numbers are half as far apart as at the upper one, and rounding moves by half that.
-        if (scale * _spacing(dtype) / 4 > self.step / 4)[self.step > 0].any():
+        if (scale * spacing(dtype) / 4 > self.step / 4)[self.step > 0].any():
             raise ValueError(
                 f"x has dtype {dtype}, which cannot tell {levels} levels between these bounds apart; use a wider one"
             )
-        self.tolerance = np.minimum(16 * _spacing(dtype) * scale, self.step / 4)
+        self.tolerance = np.minimum(16 * spacing(dtype) * scale, self.step / 4)
 
     def row(self, i: int) -> list[Array]:
         """Lower bound, upper bound, step and tolerance of a row: one number each, or one per element."""
@@ -321,16 +321,20 @@ def steps(
             last = np.max((room[moves] - 0.5) / abs(delta[moves]).astype(np.float64))
         return done(room.copy(), float(last), end.power, size <= reach * (1 + slack))
 
-    limit = path.raised(size * (1 + {"at_most": fine, "at_least": -fine}.get(mode, 0.0)))
-    lo, hi = _bracket(path, _Point(0.0, 0.0, 0.0), end, naive, limit)
-    moved = path.at(lo.eta, out)
-    found = done(moved, *_last_steps(path, moved, lo, hi, limit, size, mode, seed))
+    straight = None
     if p == math.inf:
         # Many an eta has that norm. Then rather the one without the grid, if it does.
         wide = (unit * room >= size) & (room > 0)
         straight = path.point(size / float(np.max(np.where(wide, abs(delta) * unit, 0))))
-        if straight.power == found.norm:
-            return done(path.at(straight.eta), straight.eta, straight.power)
+        if mode == "equal" and isinstance(unit, float) and abs(straight.power - size) < unit / 2:
+            # Norms are whole numbers of steps, and no other is as near.
+            return done(path.at(straight.eta, out), straight.eta, straight.power)
+    limit = path.raised(size * (1 + {"at_most": fine, "at_least": -fine}.get(mode, 0.0)))
+    lo, hi = _bracket(path, _Point(0.0, 0.0, 0.0), end, naive, limit)
+    moved = path.at(lo.eta, out)
+    found = done(moved, *_last_steps(path, moved, lo, hi, limit, size, mode, seed))
+    if straight is not None and straight.power == found.norm:
+        return done(path.at(straight.eta), straight.eta, straight.power)
     return found
 
 
@@ -350,10 +354,11 @@ class _Path:
         if self.compiled is not None:
             delta, room = (self.compiled.easy(a, a.dtype) for a in (delta, room))
         self.delta, self.room, self.unit, self.p = delta, room, unit, p
+        self.powers = None if self.compiled is None else self.compiled.table_of_powers(room, unit, p)
 
     def point(self, eta: float) -> _Point:
         if self.compiled is not None:
-            return _Point(eta, *self.compiled.count(self.delta, self.room, self.unit, self.p, eta))
+            return _Point(eta, *self.compiled.count(self.delta, self.room, self.unit, self.p, eta, self.powers))
         power, number = 0.0, 0.0
         for part in self._tiles():
             moved = self.steps(eta, part)

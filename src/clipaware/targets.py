@@ -47,7 +47,7 @@ def eps_from_snr(x: ArrayT, snr: float, *, axis: Any = "batch") -> ArrayT:
     6.0
     """
     be, rows, kept, _ = _sample_sizes(x, axis)
-    return be.reshape(be.result(be.sqrt(be.row_dot(rows, rows)) * _amplitude(snr, "snr"), rows), kept)  # type: ignore[no-any-return]
+    return be.reshape(be.result(be.sqrt(be.row_dot(rows, rows)) * amplitude(snr, "snr"), rows), kept)  # type: ignore[no-any-return]
 
 
 @public
@@ -79,10 +79,7 @@ def eps_from_psnr(x: ArrayT, psnr: float, *, bounds: tuple[float, float] = (0, 1
     array([[1.],
            [1.]])
     """
-    low, high = _check.bounds_pair(bounds)
-    if not (_check.is_number(low) and _check.is_number(high) and 0 < high - low < math.inf):
-        raise ValueError(f"bounds are {bounds}, expected two numbers a finite distance apart, the peak")
-    return _same_for_all(x, axis, (high - low) * _amplitude(psnr, "psnr"))  # type: ignore[no-any-return]
+    return _same_for_all(x, axis, peak(bounds) * amplitude(psnr, "psnr"))  # type: ignore[no-any-return]
 
 
 @public
@@ -108,7 +105,7 @@ def eps_from_rms(x: ArrayT, rms: float, *, axis: Any = "batch") -> ArrayT:
     >>> eps_from_rms(np.zeros((1, 32, 32, 3)), 0.1).round(4)
     array([[[[5.5426]]]])
     """
-    _not_negative(rms, "rms")
+    not_negative(rms, "rms")
     return _same_for_all(x, axis, rms)  # type: ignore[no-any-return]
 
 
@@ -139,7 +136,7 @@ def eps_from_contrast(x: ArrayT, contrast: float, *, axis: Any = "batch") -> Arr
     >>> float(eps_from_contrast(x, 0.2).item())
     10.0
     """
-    _not_negative(contrast, "contrast")
+    not_negative(contrast, "contrast")
     be, rows, kept, n = _sample_sizes(x, axis)
     total = be.row_sum(rows)
     found = be.where(total > 0, total * (contrast / math.sqrt(n or 1)), math.nan)
@@ -148,7 +145,7 @@ def eps_from_contrast(x: ArrayT, contrast: float, *, axis: Any = "batch") -> Arr
 
 def _sample_sizes(x: Array, axis: Any) -> tuple[Any, Array, Any, int]:
     """The backend, x as (rows, n) and float32 at least, the shape in which one number per sample goes back, and n."""
-    problem = _problem(x, x, 0.0, 2, (None, None), axis)
+    problem = _problem(x, x, 0.0, 2, (None, None), axis, flat=True)
     n = problem.be.shape(problem.x)[1]
     if not isinstance(n, int):
         raise ValueError(f"x has shape {problem.shape}, expected known lengths of a sample")
@@ -160,7 +157,16 @@ def _same_for_all(x: Array, axis: Any, per_root_n: float) -> Array:
     return be.reshape(be.result(0 * be.row_sum(rows[:, :1]) + per_root_n * math.sqrt(n), rows), kept)
 
 
-def _amplitude(decibels: Any, name: str) -> float:
+def peak(bounds: Any) -> float:
+    """The distance of two bounds."""
+    low, high = _check.bounds_pair(bounds)
+    if not (_check.is_number(low) and _check.is_number(high) and 0 < high - low < math.inf):
+        raise ValueError(f"bounds are {bounds}, expected two numbers a finite distance apart, the peak")
+    return float(high - low)
+
+
+def amplitude(decibels: Any, name: str) -> float:
+    """A ratio of amplitudes, from decibels."""
     if not _check.is_number(decibels):
         raise TypeError(f"{name} is {decibels!r}, expected a number of decibels")
     if not math.isfinite(decibels):
@@ -168,7 +174,8 @@ def _amplitude(decibels: Any, name: str) -> float:
     return float(10 ** (-decibels / 20))
 
 
-def _not_negative(value: Any, name: str) -> None:
+def not_negative(value: Any, name: str) -> None:
+    """Raise unless it is a finite number that is not."""
     if not _check.is_number(value):
         raise TypeError(f"{name} is {value!r}, expected a number")
     if not 0 <= value < math.inf:

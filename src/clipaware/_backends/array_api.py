@@ -32,6 +32,7 @@ GROUP = 2**19  # elements solved together on a CPU
 BATCH = 2**26  # and elsewhere, where it bounds the memory that is needed on the way
 LONG, PARTS = 2**16, 256  # a row this long is added up in this many parts, if there are few
 TRACES = False
+TAKES_ALL_AXES = False
 
 _namespaces: dict[type, Namespace] = {}
 _wides: dict[tuple[Namespace, str], Any] = {}

@@ -5,6 +5,9 @@ Newton is a ``lax.while_loop``, and nothing calls back to the host. Numbers per 
 float64 whether or not the user has enabled it: inside the solver x64 is on, and what leaves it has a dtype that the
 user's setting allows. (Derivatives are in that dtype: what JAX does with them happens outside.)
 
+Arrays that are spread over devices stay there: ``jax_mesh.py`` has what that takes. For its sake arrays come here with
+all their axes, and become (rows, n) on their device.
+
 Arrays outside of any transformation, with their values at hand on a CPU, are solved by NumPy's backend on their own
 memory: nothing is compiled for every new shape, and values are checked.
 """
@@ -27,6 +30,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from clipaware import _check, _math
+from clipaware._backends import jax_mesh as mesh
 from clipaware._backends import numpy as host
 from clipaware._math import DOUBLE, SINGLE, Block, Numerics
 from clipaware._report import Report
@@ -34,6 +38,7 @@ from clipaware._report import Report
 Array = Any
 
 TRACES = True
+TAKES_ALL_AXES = True
 SLACK = 2.0**-46  # how far at_most stays below eps: XLA's powers are off by up to 1e-14
 # Rows are reduced by parts, of which this many lie side by side, and two arrays or two halves at a time: of that XLA
 # makes vectors, whereas along a row, of one array, or of so many parts that it does not write out the loop over them,
@@ -223,6 +228,13 @@ def device_name(a: Array) -> str:
     return "" if _is_traced(a) or not a.committed else ", ".join(sorted(map(str, a.devices())))
 
 
+def split_of(a: Array) -> str:
+    """How the array is spread over devices; nothing if it is not, or if only XLA will know."""
+    sharding = jax.typeof(a).sharding if _is_traced(a) else a.sharding
+    names = mesh.names_of(sharding, a.shape)
+    return str(mesh.spec_of(names)) if any(names) else ""
+
+
 def values_of(a: Array) -> Any:
     """The array for its values to be checked; None where that would wait for a device or a trace."""
     return np.asarray(a, np.float64) if _at_hand(a) else None
@@ -250,12 +262,12 @@ def ndim(a: Array) -> int:
 
 def number(value: Any, like: Array) -> Array:
     """A bound for all rows and elements."""
-    return jnp.full((1, 1), value, like.dtype)
+    return jnp.full((1,) * like.ndim, value, like.dtype)
 
 
 def wide_number(value: Any, like: Array) -> Array:
     """An eps for all rows; never rounded to x's dtype, unless x64 is off and it is float32."""
-    return jnp.full((1, 1), value, _wide())
+    return jnp.full((1,) * like.ndim, value, _wide())
 
 
 def as_eps(eps: Any, like: Array) -> Array:
@@ -279,6 +291,7 @@ def result(a: Array, x: Array) -> Array:
 
 def true_rows(condition: Array) -> Any:
     _check.values_are_known(not _is_traced(condition), "jax.jit and other transformations of JAX")
+    _check.values_are_known(condition.is_fully_addressable, "several processes that share an array")
     return np.flatnonzero(fetch(condition))
 
 
@@ -295,76 +308,117 @@ def _rounded(v: Array, dtype: str) -> Array:
     return lax.reduce_precision(v, *HALVES[dtype]) if dtype in HALVES else v
 
 
-@partial(jax.jit, static_argnames=("p", "mode", "write"))
-def _solved(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, mode: str, write: bool
+def _as_rows(samples: int, x: Array, *others: Array) -> list[Array]:
+    """(rows, n) of arrays whose last `samples` axes are those of a sample; of all but x, also 1 in their place."""
+    first = x.ndim - samples
+    xp = np if isinstance(x, np.ndarray) else jnp
+
+    def of(a: Array) -> Array:
+        parts = [
+            whole if any(s != 1 for s in mine) else mine
+            for mine, whole in ((a.shape[:first], x.shape[:first]), (a.shape[first:], x.shape[first:]))
+        ]
+        return xp.broadcast_to(a, sum(parts, ())).reshape(*map(math.prod, parts))
+
+    return [x.reshape(math.prod(x.shape[:first]), math.prod(x.shape[first:])), *map(of, others)]
+
+
+def _summed_to(bar: Array, x: Array, shape: tuple[int, ...], samples: int) -> Array:
+    """What has been (rows or 1, n or 1) with x's axes again, or 1 in their place, and summed over those of `shape`."""
+    first = x.ndim - samples
+    parts = [
+        whole if length == math.prod(whole) else (1,) * len(whole)
+        for length, whole in zip(bar.shape, (x.shape[:first], x.shape[first:]), strict=True)
+    ]
+    once = tuple(i for i, n in enumerate(shape) if n == 1)
+    return bar.reshape(sum(parts, ())).sum(axis=once, keepdims=True)
+
+
+def _kept(x: Array, samples: int) -> tuple[int, ...]:
+    """The shape of numbers per row."""
+    return (*x.shape[: x.ndim - samples], *(1,) * samples)
+
+
+def _along(names: mesh.Names, samples: int) -> tuple[str, ...]:
+    """The mesh's axes along which rows are split."""
+    return sum(names[len(names) - samples :], ())
+
+
+def _solved_here(
+    names: mesh.Names, *problem: Array, p: float, mode: str, write: bool, samples: int, wide: Any
 ) -> tuple[Array, ...]:
-    """v (without columns unless `write`), eta and status, of a traced problem."""
-    wide, numerics = _wide(), _numerics(x)
+    """v (if `write`), eta and status, of a traced problem, of which this may be one device's part."""
+    shape, kept, along = problem[0].shape, _kept(problem[0], samples), _along(names, samples)
+    x, delta, eps, lower, upper = _as_rows(samples, *problem)
+    numerics = _numerics(x)
     if not x.size:
-        return (
-            x if write else x[:, :0],
-            jnp.zeros((x.shape[0], 1), wide),
-            jnp.full((x.shape[0], 1), _math.ZERO, jnp.int32),
-        )
+        nothing = jnp.zeros(kept, wide), jnp.full(kept, _math.ZERO, wide)
+        return (problem[0], *nothing) if write else nothing
     # An eps that is float32 may have been rounded up, and at_most is a promise about what it was.
     slack = 2.0**-23 if wide == jnp.float32 else SLACK
     with jax.enable_x64(True):
         # Powers that take long are kept from pass to pass, products are faster made anew.
         keep = p not in (1, 1.5, 2, 3, 4, math.inf)
         rows, bad = _math.whole(_this, (x, delta, widen(eps), lower, upper, p), numerics, keep)
-        found = _math.solve(rows, 0, mode, write)
+        sample = None
+        if along:
+            rows, bad, sample = mesh.agreed(rows, bad, along, starts=p < math.inf)
+        found = _math.solve(rows, 0, mode, write, sample and partial(_math.sample_start, *sample))
         found = found._replace(K=jnp.where(bad, jnp.nan, found.K))
-        v = x[:, :0]
-        if write:
+        # The status is a floating number as well: one without tangents cannot differ between devices, for JAX.
+        numbers = tuple(a.astype(wide).reshape(kept) for a in (found.K / found.m, found.status))
+        if not write:
+            return numbers
 
-            def store(tile: Any, block: Block, direction: Array, k: Array) -> Array:
-                # XLA may round a product and a sum once, here and not there, and then what is measured is not what is
-                # returned. In float64 the product of two float32 is exact; of others it is kept apart.
-                if numerics is SINGLE:
-                    moved = narrow(widen(direction) * widen(k) + widen(block.x), numerics)
-                else:
-                    apart: Any = lax.optimization_barrier if mode == "at_most" else lambda product: product
-                    moved = apart(direction * k) + block.x
-                return _rounded(jnp.clip(moved, block.lower, block.upper), str(x.dtype))
+        def store(tile: Any, block: Block, direction: Array, k: Array) -> Array:
+            # XLA may round a product and a sum once, here and not there, and then what is measured is not what is
+            # returned. In float64 the product of two float32 is exact; of others it is kept apart.
+            if numerics is SINGLE:
+                moved = narrow(widen(direction) * widen(k) + widen(block.x), numerics)
+            else:
+                apart: Any = lax.optimization_barrier if mode == "at_most" else lambda product: product
+                moved = apart(direction * k) + block.x
+            return _rounded(jnp.clip(moved, block.lower, block.upper), str(x.dtype))
 
-            (v,) = _math.write(rows, found, mode, store, str(x.dtype) in HALVES, slack)
-        return v.astype(x.dtype), (found.K / found.m).astype(wide), found.status.astype(jnp.int32)
-
-
-def _folded(a: Array, size: int, rows: int, is_batched: bool) -> Array:
-    """An array with one more dimension, or for all of it, as more rows; what is the same for all rows stays that."""
-    if not is_batched:
-        if a.shape[0] == 1:
-            return a
-        a = jnp.broadcast_to(a, (size, *a.shape))
-    return jnp.broadcast_to(a, (size, rows, a.shape[2])).reshape(size * rows, a.shape[2])
-
-
-def _full(a: Array, rows: int) -> Array:
-    return jnp.broadcast_to(a, (rows, a.shape[1]))
+        (v,) = _math.write(rows, found, mode, store, str(x.dtype) in HALVES, slack)
+        return v.astype(x.dtype).reshape(shape), *numbers
 
 
 @cache
-def _folding(p: float, mode: str, write: bool) -> Callable[..., tuple[Array, ...]]:
+def _solver(p: float, mode: str, write: bool, samples: int, wide: Any) -> Callable[..., tuple[Array, ...]]:
     """The solver of traced arrays: under vmap one more dimension is more rows, and loops and conditions stay one."""
-
-    @jax.custom_batching.custom_vmap
-    def solved(*problem: Array) -> tuple[Array, ...]:
-        return _solved(*problem, p, mode, write)  # type: ignore[no-any-return]
-
-    @solved.def_vmap
-    def _(size: int, batched: Any, *problem: Array) -> Any:
-        rows = problem[0].shape[1 if batched[0] else 0]
-        x, delta, *rest = (_folded(a, size, rows, of_each) for a, of_each in zip(problem, batched, strict=True))
-        found = solved(_full(x, size * rows), _full(delta, size * rows), *rest)
-        return tuple(a.reshape(size, rows, a.shape[1]) for a in found), (True,) * 3
-
-    return solved
+    here = partial(_solved_here, p=p, mode=mode, write=write, samples=samples, wide=wide)
+    return _folding(mesh.distributed(here), 2)
 
 
-def _memories(*arrays: Array) -> Any:
-    return tuple(map(host.memory, arrays))
+def _folding(function: Callable[..., tuple[Array, ...]], whole: int) -> Callable[..., tuple[Array, ...]]:
+    """The function, for which under vmap one more dimension is one more axis of the batch.
+
+    Of its arguments the first `whole` always have all axes.
+    """
+    folding = jax.custom_batching.custom_vmap(function)
+
+    @folding.def_vmap
+    def _(size: int, batched: Any, *arrays: Array) -> Any:
+        found = folding(*_folded(arrays, batched, size, range(whole)))
+        return found, (True,) * len(found)
+
+    return folding
+
+
+def _folded(arrays: Any, batched: Any, size: int, whole: Any) -> list[Array]:
+    """Arrays with one more axis in front; those that are not for each of it have length 1 there, if they may."""
+    folded = [a if of_each else a[None] for a, of_each in zip(arrays, batched, strict=True)]
+    return [jnp.broadcast_to(a, (size, *a.shape[1:])) if i in whole else a for i, a in enumerate(folded)]
+
+
+@partial(jax.jit, static_argnames=("p", "mode", "write", "samples"))
+def _solved(*problem: Array, p: float, mode: str, write: bool, samples: int) -> tuple[Array, ...]:
+    return _solver(p, mode, write, samples, _wide())(*problem)
+
+
+def _memories(samples: int, *arrays: Array) -> Any:
+    return tuple(_as_rows(samples, *map(host.memory, arrays)))
 
 
 def _beside(x: Array, a: Any) -> Array:
@@ -372,84 +426,94 @@ def _beside(x: Array, a: Any) -> Array:
     return jax.device_put(a, x.sharding) if x.committed else jnp.asarray(a)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(5, 6, 7))
+@partial(jax.custom_jvp, nondiff_argnums=(5, 6, 7, 8))
 def _perturb(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, mode: str, write: bool
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, mode: str, write: bool, samples: int
 ) -> tuple[Array, ...]:
-    """(v, eta, status) with the derivatives of docs/math.md; v without columns unless `write`."""
+    """(v, eta, status), without v unless `write`, with the derivatives of docs/math.md."""
     problem = x, delta, eps, lower, upper
-    if _is_traced(*problem):
-        return _folding(p, mode, write)(*problem)
     if not _at_hand(*problem):
-        return _solved(*problem, p, mode, write)  # type: ignore[no-any-return]
-    mine, its_delta, its_eps, *bounds = _memories(*problem)
+        return _solved(*problem, p=p, mode=mode, write=write, samples=samples)  # type: ignore[no-any-return]
+    mine, its_delta, its_eps, *bounds = _memories(samples, *problem)
     if mode == "at_most" and _wide() == jnp.float32:
         # It may have been rounded up, and at_most is a promise about what it was.
         its_eps = its_eps.astype(np.float64) * (1 - 2.0**-24)
     v, eta, status = host.solve(mine, its_delta, its_eps, bounds[0], bounds[1], p=p, mode=mode, write=write)
-    found = v if write else np.asarray(x)[:, :0], eta.astype(_wide()), status.astype(np.int32)
-    return tuple(_beside(x, a) for a in found)
+    kept = _kept(x, samples)
+    numbers = tuple(a.astype(_wide()).reshape(kept) for a in (eta, status))
+    return tuple(_beside(x, a) for a in ((v.reshape(x.shape), *numbers) if write else numbers))
 
 
 @_perturb.defjvp
-def _(p: float, mode: str, write: bool, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    found = v, eta, status = _perturb(*primals, p, mode, write)
-    v_dot, eta_dot = _motion.bind(*primals, eta, status, *tangents, p=p)  # type: ignore[no-untyped-call]
-    return found, (v_dot if write else v, eta_dot, np.zeros(status.shape, jax.dtypes.float0))
+def _(p: float, mode: str, write: bool, samples: int, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    found = *_, eta, status = _perturb(*primals, p, mode, write, samples)
+    v_dot, eta_dot = _motion.bind(*primals, eta, status, *tangents, p=p, samples=samples)  # type: ignore[no-untyped-call]
+    numbers = eta_dot, status * 0
+    return found, (v_dot, *numbers) if write else numbers
 
 
-def _moved(*arrays: Array, p: float) -> tuple[Array, Array]:
+def _moved_here(names: mesh.Names, *arrays: Array, p: float, samples: int) -> tuple[Array, Array]:
     """The tangents of v and of eta, which are linear in those of the arguments."""
-    x, delta, eps, lower, upper, eta, status, *tangents = arrays
-    numerics = _numerics(x)
+    shape, kept = arrays[0].shape, arrays[5].shape
+    x, delta, eps, lower, upper, eta, status, *tangents = _as_rows(samples, *arrays)
+    numerics, split = _numerics(x), _along(names, samples)
+    be = mesh.summing(_this, split)
     # As the user had it where eta was found: JAX may come here later, to compile what it has traced.
     with jax.enable_x64(eta.dtype == jnp.float64):
         block = _block(x, delta, lower, upper, numerics)
-        part = _math.partials(_this, block, widen(eps), _finite(eta), status, p, numerics)
+        unit = _unit(eps, eta, status) if split else None
+        part = _math.partials(be, block, widen(eps), _finite(eta), status, p, numerics, unit)
         x_dot, delta_dot, eps_dot, low_dot, high_dot = tangents
         x_dot, delta_dot, low_dot, high_dot = _block(x_dot, delta_dot, low_dot, high_dot, numerics)
-        c_dot = _math.bound_ahead(_this, block.delta, low_dot, high_dot)
-        v_dot, eta_dot = _math.jvp(_this, part, x_dot, delta_dot, c_dot, widen(eps_dot), numerics)
+        c_dot = _math.bound_ahead(be, block.delta, low_dot, high_dot)
+        v_dot, eta_dot = _math.jvp(be, part, x_dot, delta_dot, c_dot, widen(eps_dot), numerics)
         # Rows that make no sense have no derivatives either.
         lost = jnp.where(jnp.isnan(eta), jnp.nan, 1.0)
-        return (v_dot * narrow(lost, numerics)).astype(x.dtype), eta_dot * widen(lost)
+        v_dot, eta_dot = (v_dot * narrow(lost, numerics)).astype(x.dtype), eta_dot * widen(lost)
+        return v_dot.reshape(shape), eta_dot.reshape(kept)
+
+
+@cache
+def _mover(p: float, samples: int) -> Callable[..., tuple[Array, ...]]:
+    return mesh.distributed(partial(_moved_here, p=p, samples=samples))
+
+
+def _moved(*arrays: Array, p: float, samples: int) -> tuple[Array, ...]:
+    return _mover(p, samples)(*arrays)
 
 
 # JAX would transpose _moved operation by operation. Of a primitive, its author says what the transpose is.
 _motion = Primitive("clipaware_motion")
 _motion.multiple_results = True
-_motion.def_impl(jax.jit(_moved, static_argnames=("p",)))  # type: ignore[no-untyped-call]
+_motion.def_impl(jax.jit(_moved, static_argnames=("p", "samples")))  # type: ignore[no-untyped-call]
 mlir.register_lowering(_motion, mlir.lower_fun(_moved, multiple_results=True))
 
 
 @_motion.def_abstract_eval  # type: ignore[untyped-decorator]
-def _(*arrays: Any, p: float) -> tuple[Any, Any]:
+def _(*arrays: Any, p: float, samples: int) -> tuple[Any, Any]:
     x, _, _, _, _, eta, *_ = arrays
     return x.update(weak_type=False), eta.update(weak_type=False)
 
 
-def _motion_moved(primals: Any, tangents: Any, p: float) -> Any:
-    return jax.jvp(partial(_moved, p=p), primals, tuple(map(ad.instantiate_zeros, tangents)))
+def _motion_moved(primals: Any, tangents: Any, p: float, samples: int) -> Any:
+    plainly = partial(_moved_here, ((),) * primals[0].ndim, p=p, samples=samples)
+    return jax.jvp(plainly, primals, tuple(map(ad.instantiate_zeros, tangents)))
 
 
-def _motion_transposed(bars: Any, *arrays: Any, p: float) -> list[Any]:
+def _motion_transposed(bars: Any, *arrays: Any, p: float, samples: int) -> list[Any]:
     tangents = [a.aval if ad.is_undefined_primal(a) else None for a in arrays[7:]]  # type: ignore[no-untyped-call]
     shapes = tuple(a and a.shape for a in tangents)
-    found = _pulled(*arrays[:7], *map(ad.instantiate_zeros, bars), p, shapes)
-    return [None] * 7 + [a and bar.astype(a.dtype) for a, bar in zip(tangents, found, strict=True)]
+    found = iter(_pulled(*arrays[:7], *map(ad.instantiate_zeros, bars), p=p, samples=samples, shapes=shapes))
+    return [None] * 7 + [a and next(found).astype(a.dtype) for a in tangents]
 
 
-def _motion_batched(arrays: Any, axes: Any, p: float) -> tuple[Any, Any]:
-    """One more dimension is more rows."""
+def _motion_batched(arrays: Any, axes: Any, p: float, samples: int) -> tuple[Any, Any]:
+    """One more dimension is one more axis of the batch."""
     batched = [axis is not None for axis in axes]
     arrays = [a if axis is None else jnp.moveaxis(a, axis, 0) for a, axis in zip(arrays, axes, strict=True)]
     size = arrays[batched.index(True)].shape[0]
-    rows = arrays[0].shape[1 if batched[0] else 0]
-    folded = [_folded(a, size, rows, of_each) for a, of_each in zip(arrays, batched, strict=True)]
-    for i in (0, 1, 5, 6):  # x, delta, eta and status
-        folded[i] = _full(folded[i], size * rows)
-    found = _motion.bind(*folded, p=p)  # type: ignore[no-untyped-call]
-    return [a.reshape(size, rows, a.shape[1]) for a in found], [0, 0]
+    folded = _folded(arrays, batched, size, (0, 1, 5, 6))  # x, delta, eta and status
+    return _motion.bind(*folded, p=p, samples=samples), [0, 0]  # type: ignore[no-untyped-call]
 
 
 ad.primitive_jvps[_motion] = _motion_moved
@@ -462,99 +526,176 @@ def _finite(eta: Array) -> Array:
     return jnp.minimum(eta, jnp.finfo(eta.dtype).max)  # type: ignore[no-untyped-call]
 
 
+def _unit(eps: Array, eta: Array, status: Array) -> Array:
+    """What |delta| is where it moves by eps, no more than which it is where nothing clips."""
+    moves = (status == _math.REGULAR) & (eta > 0)
+    return jnp.where(moves, widen(eps) / jnp.where(moves, _finite(eta), 1.0), 1.0)
+
+
 def solve(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, mode: str, write: bool
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, mode: str, write: bool, samples: int
 ) -> tuple[Array, Array, Array]:
     """v (None unless `write`), eta and status."""
-    v, eta, status = _perturb(x, delta, eps, lower, upper, p, mode, write)
-    return v if write else None, eta, status
+    *v, eta, status = _perturb(*_alike(x, delta, eps, lower, upper), p, mode, write, samples)
+    return v[0] if write else None, eta, status
 
 
-def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float) -> Array:
+def _alike(*arrays: Array) -> tuple[Array, ...]:
+    """Arrays that differ between devices along the same axes of a mesh, if this is inside of somebody's shard_map."""
+    if not _is_traced(*arrays):
+        return arrays
+    differ = [jax.typeof(a).mat.varying for a in arrays]
+    common = frozenset().union(*differ)
+    return tuple(
+        lax.pcast(a, tuple(sorted(common - mine)), to="varying") if common - mine else a
+        for a, mine in zip(arrays, differ, strict=True)
+    )
+
+
+def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float, samples: int) -> Array:
     if _at_hand(x, delta, lower, upper):
-        return _beside(x, host.reach(*_memories(x, delta, lower, upper), p=p).astype(_wide()))  # type: ignore[misc]
-    return _reached(*map(lax.stop_gradient, (x, delta, lower, upper)), p)
+        found = host.reach(*_memories(samples, x, delta, lower, upper), p=p)  # type: ignore[misc]
+        return _beside(x, found.astype(_wide()).reshape(_kept(x, samples)))
+    return _reached(*map(lax.stop_gradient, _alike(x, delta, lower, upper)), p=p, samples=samples)
 
 
-@partial(jax.jit, static_argnames=("p",))
-def _reached(x: Array, delta: Array, lower: Array, upper: Array, p: float) -> Array:
-    wide = _wide()
+@partial(jax.jit, static_argnames=("p", "samples"))
+def _reached(*problem: Array, p: float, samples: int) -> Array:
+    (found,) = _reacher(p, samples, _wide())(*problem)
+    return found
+
+
+@cache
+def _reacher(p: float, samples: int, wide: Any) -> Callable[..., tuple[Array, ...]]:
+    return _folding(mesh.distributed(partial(_reached_here, p=p, samples=samples, wide=wide)), 2)
+
+
+def _reached_here(names: mesh.Names, *problem: Array, p: float, samples: int, wide: Any) -> tuple[Array]:
+    kept, along = _kept(problem[0], samples), _along(names, samples)
+    x, delta, lower, upper = _as_rows(samples, *problem)
     if not x.size:
-        return jnp.zeros((x.shape[0], 1), wide)
+        return (jnp.zeros(kept, wide),)
     with jax.enable_x64(True):
         rows, bad = _math.whole(_this, (x, delta, jnp.ones((1, 1)), lower, upper, p), _numerics(x), keep=True)
-        return jnp.where(bad, jnp.nan, _math.reach(rows)).astype(wide)
+        if along:
+            rows, bad, _ = mesh.agreed(rows, bad, along)
+        return (jnp.where(bad, jnp.nan, _math.reach(rows)).astype(wide).reshape(kept),)
 
 
 def summary(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, v: Array
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, v: Array, samples: int
 ) -> tuple[Array, Array, Array]:
     """Of v: norm, naive norm and share of elements at their bounds."""
-    if _at_hand(x, delta, eps, lower, upper, v):
-        found = host.summary(*_memories(x, delta, eps, lower, upper), p=p, v=np.asarray(v))  # type: ignore[misc]
-        return tuple(_beside(x, a.astype(_wide())) for a in found)
-    return _summed_up(*map(lax.stop_gradient, (x, delta, eps, lower, upper, v)), p)  # type: ignore[no-any-return]
+    problem = x, delta, eps, lower, upper, v
+    if _at_hand(*problem):
+        *memories, its_v = _memories(samples, *problem)
+        found = host.summary(*memories, p=p, v=its_v)  # type: ignore[misc]
+        return tuple(_beside(x, a.astype(_wide()).reshape(_kept(x, samples))) for a in found)
+    return _summed_up(*map(lax.stop_gradient, _alike(*problem)), p=p, samples=samples)  # type: ignore[no-any-return]
 
 
-@partial(jax.jit, static_argnames=("p",))
-def _summed_up(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, v: Array, p: float
-) -> tuple[Array, Array, Array]:
-    wide = _wide()
+@partial(jax.jit, static_argnames=("p", "samples"))
+def _summed_up(*problem: Array, p: float, samples: int) -> tuple[Array, ...]:
+    return _summer(p, samples, _wide())(*problem)
+
+
+@cache
+def _summer(p: float, samples: int, wide: Any) -> Callable[..., tuple[Array, ...]]:
+    return _folding(mesh.distributed(partial(_summed_up_here, p=p, samples=samples, wide=wide)), 2)
+
+
+def _summed_up_here(names: mesh.Names, *problem: Array, p: float, samples: int, wide: Any) -> tuple[Array, ...]:
+    kept, along = _kept(problem[0], samples), _along(names, samples)
+    x, delta, eps, lower, upper, v = _as_rows(samples, *problem)
     with jax.enable_x64(True):
-        rows, _ = _math.whole(_this, (x, delta, widen(eps), lower, upper, p), _numerics(x), keep=True)
-        norm, naive, clipped = _math.summary(rows, v, x.shape[1])
-        return norm.astype(wide), naive.astype(wide), clipped.astype(wide)
+        rows, bad = _math.whole(_this, (x, delta, widen(eps), lower, upper, p), _numerics(x), keep=True)
+        if along:
+            rows, bad, _ = mesh.agreed(rows, bad, along)
+        found = _math.summary(rows, v, x.shape[1] * mesh.devices(along))
+        return tuple(a.astype(wide).reshape(kept) for a in found)
 
 
 def vjp(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, eta: Array, status: Array, g: Array
-) -> tuple[Array, ...]:
-    """Gradients of x, delta, eps, lower and upper; those of the bounds summed to their rows form."""
-    if _at_hand(x, delta, eps, lower, upper, g):
-        problem = _memories(x, delta, eps, lower, upper)
-        bars = host.vjp(*problem, p=p, eta=np.asarray(eta, np.float64), status=np.asarray(status), g=host.memory(g))  # type: ignore[misc]
-        return *(_beside(x, bar) for bar in bars[:2]), *(_beside(x, bar.astype(_wide())) for bar in bars[2:])
-    shapes = x.shape, delta.shape, eta.shape, lower.shape, upper.shape
-    x_bar, delta_bar, *bars = _pulled(x, delta, eps, lower, upper, eta, status, g, jnp.zeros_like(eta), p, shapes)
-    return x_bar.astype(x.dtype), delta_bar.astype(x.dtype), *bars
-
-
-@partial(jax.jit, static_argnames=("p", "shapes"))
-def _pulled(
     x: Array,
     delta: Array,
     eps: Array,
     lower: Array,
     upper: Array,
+    p: float,
     eta: Array,
     status: Array,
     g: Array,
-    h: Array,
-    p: float,
-    shapes: tuple[Any, ...],
-) -> list[Array]:
-    """Gradients of x, delta, eps, lower and upper, summed to these shapes; None of those that are not asked for."""
+    samples: int,
+) -> tuple[Array, ...]:
+    """Gradients of x, delta, eps, lower and upper; those of the bounds summed to their shapes, that of eps not."""
+    shapes = x.shape, delta.shape, eta.shape, lower.shape, upper.shape
+    if _at_hand(x, delta, eps, lower, upper, g):
+        *mine, its_eta, its_status, its_g = _memories(samples, x, delta, eps, lower, upper, eta, status, g)
+        solution = its_eta.astype(np.float64), its_status.astype(np.int32)
+        bars = host.vjp(*mine, p, *solution, its_g)  # type: ignore[call-arg]
+        found = [_summed_to(bar, x, shape, samples) for bar, shape in zip(bars, shapes, strict=True)]
+        return *(_beside(x, bar) for bar in found[:2]), *(_beside(x, bar.astype(_wide())) for bar in found[2:])
+    problem = _alike(x, delta, eps, lower, upper, eta, status, g, jnp.zeros_like(eta))
+    x_bar, delta_bar, *bars = _pulled(*problem, p=p, samples=samples, shapes=shapes)
+    return x_bar.astype(x.dtype), delta_bar.astype(x.dtype), *bars
+
+
+@partial(jax.jit, static_argnames=("p", "samples", "shapes"))
+def _pulled(*arrays: Array, p: float, samples: int, shapes: tuple[Any, ...]) -> tuple[Array, ...]:
+    return _puller(p, samples, shapes, arrays[5].dtype == jnp.float64)(*arrays)
+
+
+@cache
+def _puller(p: float, samples: int, shapes: tuple[Any, ...], x64: bool) -> Callable[..., tuple[Array, ...]]:
+    """Gradients, which can be differentiated themselves, operation by operation."""
+    here = partial(_pulled_here, p=p, samples=samples, shapes=shapes, x64=x64)
+    folding = jax.custom_batching.custom_vmap(mesh.distributed(here))
+
+    @folding.def_vmap
+    def _(size: int, batched: Any, *arrays: Array) -> Any:
+        more = _puller(p, samples, tuple(shape and (size, *shape) for shape in shapes), x64)
+        found = more(*_folded(arrays, batched, size, (0, 1, 5, 6)))
+        return found, (True,) * len(found)
+
+    pulled = jax.custom_jvp(folding)
+
+    @pulled.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        return jax.jvp(partial(here, ((),) * primals[0].ndim), primals, tangents)
+
+    return pulled
+
+
+def _pulled_here(
+    names: mesh.Names, *arrays: Array, p: float, samples: int, shapes: tuple[Any, ...], x64: bool
+) -> tuple[Array, ...]:
+    """Gradients of x, delta, eps, lower and upper, summed to these shapes; not those whose shape is None."""
+    split = _along(names, samples)
+    be = mesh.summing(_this, split)
+    x, delta, eps, lower, upper, eta, status, g, h = _as_rows(samples, *arrays)
     numerics = _numerics(x)
-    block, g = _block(x, delta, lower, upper, numerics), narrow(g, numerics)
-    parts, pace = _math.divided(_this, block, widen(eps), _finite(eta), status, p, numerics)
-    part = _math.weighed(_this, parts, pace, p, numerics)
-    D, along = two_row_sums(*(jnp.where(part.free, a * part.direction, 0.0) for a in (part.w, g)))
-    pace = _math.sloped(_this, pace, D)
-    # No D is negative, but XLA does not know, and so keeps nothing of one pass in memory for the other.
-    again = block._replace(delta=jnp.where(D < 0, 0.0, block.delta))
-    part = _math.weighed(_this, _math.split(_this, again, pace, numerics), pace, p, numerics)
-    bars = _math.pulled(_this, part, g, h, along, numerics)
-    # Rows that make no sense have no derivatives either.
-    x_bar, delta_bar, c_bar, eps_bar = (jnp.where(jnp.isnan(eta), jnp.nan, bar) for bar in bars)
-    low_bar, high_bar = jnp.where(delta < 0, c_bar, 0.0), jnp.where(delta > 0, c_bar, 0.0)
+    with jax.enable_x64(x64):
+        block, g = _block(x, delta, lower, upper, numerics), narrow(g, numerics)
+        unit = _unit(eps, eta, status) if split else None
+        parts, pace = _math.divided(be, block, widen(eps), _finite(eta), status, p, numerics, unit)
+        part = _math.weighed(be, parts, pace, p, numerics)
+        D, along = be.two_row_sums(*(jnp.where(part.free, a * part.direction, 0.0) for a in (part.w, g)))
+        pace = _math.sloped(be, pace, D)
+        # No D is negative, but XLA does not know, and so keeps nothing of one pass in memory for the other.
+        again = block._replace(delta=jnp.where(D < 0, 0.0, block.delta))
+        part = _math.weighed(be, _math.split(be, again, pace, numerics), pace, p, numerics)
+        bars = _math.pulled(be, part, g, h, along, numerics)
+        # Rows that make no sense have no derivatives either.
+        x_bar, delta_bar, c_bar, eps_bar = (jnp.where(jnp.isnan(eta), jnp.nan, bar) for bar in bars)
+        low_bar, high_bar = jnp.where(delta < 0, c_bar, 0.0), jnp.where(delta > 0, c_bar, 0.0)
 
-    def summed(bar: Array, shape: Any) -> Array:
-        if shape is None:
-            return None
-        return jnp.sum(widen(bar), axis=tuple(axis for axis in (0, 1) if shape[axis] == 1), keepdims=True)
+        def summed(bar: Array, shape: Any) -> Array:
+            total = _summed_to(widen(bar), arrays[0], shape, samples)
+            axes = names[: len(names) - samples] if bar is eps_bar else names
+            return mesh.added(total, sum((mine for mine, n in zip(axes, shape, strict=False) if n == 1), ()))
 
-    return list(map(summed, (x_bar, delta_bar, eps_bar, low_bar, high_bar), shapes))
+        all_bars = zip((x_bar, delta_bar, eps_bar, low_bar, high_bar), shapes, strict=True)
+        return tuple(summed(bar, shape) for bar, shape in all_bars if shape is not None)
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ The first part is what ``_math`` asks of every backend, the second what ``_api``
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ TILE = 2**17  # elements that an operation works on at a time, so that what it m
 LANE = 1024  # float32 elements that are summed in float32
 SMALL = 4096  # elements up to which branches cost less than more operations
 TRACES = False
+TAKES_ALL_AXES = False
 
 # --- array functions --------------------------------------------------------------------------------------------------
 
@@ -422,18 +424,20 @@ def solve(
     return out, eta, status
 
 
-def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float, dtype: str | None = None) -> Array:
+def reach(
+    x: Array, delta: Array, lower: Array, upper: Array, p: float, dtype: str | None = None, checked: bool = True
+) -> Array:
     compiled = kernels()
     if compiled is not None and x.size:
         found, status = compiled.reach(x, delta, lower, upper, p)
         if _least(status) < 0:
-            bad, _, *again = _reconsidered(status[:, 0], x, delta, lower, upper, True, dtype)
+            bad, _, *again = _reconsidered(status[:, 0], x, delta, lower, upper, checked, dtype)
             found[bad] = compiled.reach(*again, p, final=True)[0]
         return found
     found = np.zeros((x.shape[0], 1))
     with _quick_and_quiet():
-        for part, group, _ in _groups(x, delta, np.ones((1, 1)), lower, upper, p):
-            found[part] = _math.reach(group)
+        for part, group, blank in _groups(x, delta, np.ones((1, 1)), lower, upper, p, checked=checked):
+            found[part] = _math.reach(group) if blank is None else where(blank, math.nan, _math.reach(group))
     return found
 
 

@@ -24,6 +24,7 @@ from clipaware._math import DOUBLE, SINGLE, Block, Numerics, Rows
 Array = Any
 
 TRACES = True
+TAKES_ALL_AXES = False
 LANES = 8  # elements of a row that are summed at once, in their own dtype; with 16, LLVM no longer makes vectors of it
 CHEAP = (1, 1.5, 2, 3, 4)  # orders whose powers cost less to compute again than to keep
 

@@ -24,6 +24,7 @@ Array = Any
 GROUP = 2**19  # elements solved together on a CPU
 BATCH = 2**26  # and elsewhere, where it bounds the memory that is needed on the way
 TRACES = False
+TAKES_ALL_AXES = False
 FLOATS = {getattr(torch, name): name for name in _check.FLOATS}
 
 # --- array functions --------------------------------------------------------------------------------------------------

@@ -516,6 +516,49 @@ def sweep(
     print("Written: " + ", ".join(map(str, paths)))
 
 
+# --- explore ----------------------------------------------------------------------------------------------------------
+
+
+@app.command(
+    epilog=examples("explore", "explore --port 8000 --no-browser", "explore --host 0.0.0.0 --max-elements 10000000")
+)
+def explore(
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="What to listen on; this machine alone unless told.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None, typer.Option(metavar="N", help="The port; a free one from 7860 on unless told.")
+    ] = None,
+    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+    max_elements: Annotated[int | None, typer.Option(metavar="N", help="Of an upload; 33,554,432 unless told.")] = None,
+    max_megabytes: Annotated[int, typer.Option(metavar="N", help="Of an upload.")] = 64,
+) -> None:
+    """Open a page to see it: drop a picture or a recording, move the size, and compare naive and exact.
+
+    It is served from this machine and to this machine. Nothing is fetched from the internet, and uploads are read into
+    memory and not kept.
+    """
+    from clipaware import explorer
+
+    at_least(max_megabytes, 1, "--max-megabytes")
+    most = explorer.MOST if max_elements is None else at_least(max_elements, 1, "--max-elements")
+    if port is not None and not 0 < port < 2**16:
+        raise CommandError(f"--port is {port}, expected a number from 1 to 65535")
+    if not explorer.is_loopback(host):
+        show.error(f"warning: --host {host} lets whoever can reach this machine use the page; it asks for no password")
+    try:
+        explorer.launch(host, port, browser=browser, most=most, megabytes=max_megabytes, started=_explorer_started)
+    except ImportError as error:
+        raise CommandError(str(error)) from error
+    except OSError as error:
+        where = f"port {port}" if port else "a port from 7860 on"
+        raise CommandError(f"cannot listen on {host}, {where}: taken, or not this machine's; choose others") from error
+
+
+def _explorer_started(address: str) -> None:
+    print(f"The explorer is at {address} until you press Ctrl-C.", flush=True)
+
+
 # --- env and demo -----------------------------------------------------------------------------------------------------
 
 

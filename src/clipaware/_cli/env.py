@@ -27,6 +27,7 @@ OPTIONAL = {
     "PIL": "pillow",
     "tifffile": "tifffile",
     "soundfile": "soundfile",
+    "gradio": "gradio",
 }
 
 
@@ -74,6 +75,7 @@ def kernels(installed: dict[str, str]) -> dict[str, str]:
         "PyTorch tensors, CPU": cpu if "torch" in installed else absent,
         "PyTorch tensors, CUDA": gpu if "torch" in installed else absent,
         "PyTorch tensors, else": "PyTorch operations" if "torch" in installed else absent,
+        "Dask arrays": f"on their chunks {cpu}" if "dask" in installed else "none (dask is not installed)",
         "CuPy arrays": cupy if "cupy" in installed else "none (cupy is not installed)",
     }
 

@@ -233,7 +233,7 @@ def perturbed(task: Task, settings: Settings, kind: str, name: str, part: Part) 
     delta = _delta(settings.delta, part, settings.most, where) if settings.delta else _noise(settings, kind, part, seed)
     try:
         eps = _eps(task, kind, part, bounds)
-        solve = _on_grid if part.levels else _in_floats
+        solve = on_grid if part.levels else _in_floats
         values, row = solve(part, delta, eps, p, bounds, task.seed)
     except ValueError as error:
         raise FileError(f"{where}: {error}") from error
@@ -329,16 +329,21 @@ def _delta(path: Path, part: Part, most: int, where: str) -> Array:
     return np.broadcast_to(values.astype(np.float64), shape)
 
 
-def _on_grid(
+def levels_between(part: Part, bounds: tuple[float, float]) -> tuple[int, int]:
+    """The first and the last level inside the bounds; rounding does not move them."""
+    first = max(0, math.ceil((bounds[0] - part.low) / part.step - 1e-6))
+    last = min((part.levels or 2) - 1, math.floor((bounds[1] - part.low) / part.step + 1e-6))
+    if first >= last:
+        raise ValueError(f"the bounds are {bounds}, between which the format has less than two values")
+    return first, last
+
+
+def on_grid(
     part: Part, delta: Array, eps: float, p: float, bounds: tuple[float, float], seed: Any
 ) -> tuple[Array, Row]:
     """Whole numbers: by the steps of the format's own grid."""
     levels, step = part.levels or 2, part.step
-    # The levels inside the bounds; rounding does not move them.
-    first = max(0, math.ceil((bounds[0] - part.low) / step - 1e-6))
-    last = min(levels - 1, math.floor((bounds[1] - part.low) / step + 1e-6))
-    if first >= last:
-        raise ValueError(f"the bounds are {bounds}, between which the format has less than two values")
+    first, last = levels_between(part, bounds)
     exact: Any = np.float32 if levels <= 2**16 else np.float64
     flat = part.values.reshape(-1)
     place, made = host.scratch("place", flat, exact), host.scratch("made", flat, exact)

@@ -24,16 +24,21 @@ from clipaware._kernels.compiled import (
     STATE,
     advance_row,
     begin_row,
+    count_by_table,
     count_steps,
     find_changes,
     find_room,
+    look_at_rows,
     make_steps,
+    measure_rows,
+    move_rows,
     pull_rows,
     sample_row,
     solve_rows,
     sum_by_key,
     sum_sizes,
     sweep_part,
+    tally_rows,
     write_steps,
 )
 from clipaware._math import DOUBLE, SINGLE
@@ -46,6 +51,7 @@ GRIDS = {np.dtype(np.float64): 0, np.dtype(np.float32): 0, np.dtype(np.float16):
 BFLOAT16 = 2
 LONG = 2**18  # rows from this length on are swept by several threads
 LARGE = 2**17  # elements that are worth a thread; batches of twice as many are split
+TABLE = 2**16  # powers that a table of them may have
 PIECE = 2**19  # elements that a thread takes at a time, unless there are fewer
 
 
@@ -258,13 +264,24 @@ def over_parts(work: Callable[[int, int], Any], n: int) -> list[Any]:
     return found
 
 
-def count(delta: Array, room: Array, unit: Any, p: float, eta: float) -> tuple[float, float]:
+def table_of_powers(room: Array, unit: Any, p: float) -> Array | None:
+    """(unit*m)^p for all m there can be, where that is less work than the power of every element."""
+    if p in ORDERS or not isinstance(unit, float) or (most := int(room.max())) >= min(TABLE, room.size):
+        return None
+    with np.errstate(over="ignore", under="ignore"):
+        return (unit * np.arange(most + 1.0)) ** p
+
+
+def count(delta: Array, room: Array, unit: Any, p: float, eta: float, powers: Array | None) -> tuple[float, float]:
     """The sum of (unit*m)^p over a row, or the largest if p is infinite, and the sum of m, the whole steps of each
-    element on a grid: min(floor(eta*|delta| + 1/2), room)."""
-    order = ORDERS.get(p, ANY_ORDER)
-    found = over_parts(partial(launch, count_steps, delta, room, unit, eta, p, order), delta.size)
-    powers = [power for power, _ in found]
-    return max(powers) if p == math.inf else sum(powers), sum(number for _, number in found)
+    element on a grid: min(floor(eta*|delta| + 1/2), room). `powers` is their table, if there is one."""
+    if powers is not None:
+        work = partial(launch, count_by_table, delta, room, eta, powers)
+    else:
+        work = partial(launch, count_steps, delta, room, unit, eta, p, ORDERS.get(p, ANY_ORDER))
+    found = over_parts(work, delta.size)
+    totals = [total for total, _ in found]
+    return max(totals) if p == math.inf else sum(totals), sum(number for _, number in found)
 
 
 def power_of(delta: Array, unit: Any, scale: float, p: float) -> float:
@@ -302,3 +319,46 @@ def write_on_grid(
 ) -> None:
     """Write to `out` where the elements of x are after that many steps."""
     over_parts(partial(launch, write_steps, x, delta, lower, step, span, float(last), moved, out), x.size)
+
+
+def look_ahead(x: Array, delta: Array, lower: Array, upper: Array, eps: Array, enough: float, p: float) -> Array:
+    """A Look of ``clipaware._rounds`` at a tile. On one thread: its caller has others."""
+    arrays = _tile(x, delta, lower, upper)
+    found = np.zeros((len(x), 10))
+    found[:, 5] = math.inf
+    inv = easy(np.broadcast_to(1 / eps, (len(x), 1))[:, 0], np.float64)
+    launch(look_at_rows, *arrays, inv, enough, p, ORDERS.get(p, ANY_ORDER), found)
+    return found
+
+
+def tally(x: Array, delta: Array, lower: Array, upper: Array, per_row: list[Array], p: float, found: Array) -> None:
+    """Add the breakpoints of a tile to their bins, as ``clipaware._rounds`` has it. On one thread, too."""
+    done, eps, first, shift, edges = (easy(a, a.dtype) for a in per_row)
+    numbers = done[:, 0], 1 / eps[:, 0], first[:, 0], shift[:, 0], edges
+    launch(tally_rows, *_tile(x, delta, lower, upper), *numbers, p, ORDERS.get(p, ANY_ORDER), found)
+
+
+def move(x: Array, delta: Array, lower: Array, upper: Array, K: Array, dm: Array) -> Array:
+    """clip(x + K*(delta*dm)) of a tile, with x clipped before: rounded to x's dtype, and wider if that is half."""
+    arrays = _tile(x, delta, lower, upper)
+    out = np.empty(x.shape, arrays[0].dtype)
+    numbers = (easy(np.broadcast_to(a, (len(x), 1))[:, 0], out.dtype) for a in (K, dm))
+    launch(move_rows, *arrays, *numbers, GRIDS.get(x.dtype, BFLOAT16), out)
+    return out
+
+
+def measure_moves(
+    x: Array, delta: Array, lower: Array, upper: Array, inv: Array, K: Array, dm: Array, p: float
+) -> Array:
+    """Sums of the powers of what `move` moves, times `inv`, for each K of a row."""
+    arrays = _tile(x, delta, lower, upper)
+    found = np.zeros((len(x), K.shape[1]))
+    numbers = easy(np.broadcast_to(inv, (len(x), 1))[:, 0], np.float64), easy(K, arrays[0].dtype)
+    along = *numbers, easy(np.broadcast_to(dm, (len(x), 1))[:, 0], arrays[0].dtype)
+    launch(measure_rows, *arrays, *along, GRIDS.get(x.dtype, BFLOAT16), p, ORDERS.get(p, ANY_ORDER), found)
+    return found
+
+
+def _tile(x: Array, delta: Array, lower: Array, upper: Array) -> tuple[Array, ...]:
+    working: Any = np.float64 if x.dtype == np.float64 else np.float32
+    return easy(x, working), easy(delta, working), *easy_bounds(lower, upper, x.shape[1], working)

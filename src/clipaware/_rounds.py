@@ -1,0 +1,471 @@
+"""The solution of rows that nobody holds in one piece: a fixed number of rounds, a few numbers per row from each part.
+
+In the letters of ``docs/math.md``, with ``w = min(s/eps, 1)`` the room of an element and ``q = w/|delta|`` its
+breakpoint, the unknown is ``T = eta/eps`` in
+
+    f(T) = sum_i min(T*|delta_i|, w_i)^p = 1.
+
+The first round, `look`, gives a bracket of T. Every further one, `tally`, puts the breakpoints of the bracket into
+bins, with sums of powers for each. They add up over the parts of a row and tell f at every edge, and so the bin of the
+root. `narrowed` makes the breakpoints of that bin, from the least to the largest, the next bracket. Outside of it, and
+if it has but one breakpoint, f is known in closed form: once the root is there, it is exact. Else, after the last
+round, it is known to the width of a bracket times the share of f that belongs to it.
+
+What is wanted is the norm of the array as it is stored, which rounding moves. Where that matters, the last rounds also
+measure it, at several scales around the root at once (`tried`), and `chosen` takes the one that is nearest to eps, or a
+scale between two where the norm is as good as a line there.
+
+All arrays are NumPy's, ``(rows, n)`` for parts of rows and ``(..., 1)`` for numbers per row.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from clipaware import _math
+from clipaware._backends import numpy as host
+from clipaware._math import AT_ZERO, HELD, HUGE, REGULAR, UNREACHABLE, ZERO, Numerics
+
+Array = Any
+
+CAP = 1 + 2.0**-50  # in units of eps, more room than any element needs
+MOST = np.finfo(np.float64).max
+OUTER = 4.0 ** np.arange(-3, 1)  # where scales are tried on either side of those next to the root
+FEWEST, MOST_TRIES, TRIED = 64, 512, 2**18  # scales that are tried, and elements in all for a row to have more of them
+
+
+class Look(NamedTuple):
+    """What the first round tells of a row."""
+
+    bad: Array  # 1 if it makes no sense
+    top: Array  # the largest |delta|
+    unit: Array  # and that of what has room, the unit of
+    total: Array  # the sum of |delta|^p of what has room
+    most: Array  # the sum of w^p: f where everything is clipped
+    least: Array  # the smallest breakpoint
+    last: Array  # the largest
+    largest: Array  # the largest |delta| of what can move by eps
+    far: Array  # the largest |v| that there can be
+    plain: Array  # the sum of powers of clip(x + delta) - x, as rounded, over eps
+
+
+class State(NamedTuple):
+    """What is known of a row between rounds."""
+
+    T: Array  # as good as it is known
+    done: Array  # 1 if that is exact
+    doubt: Array  # and else by what share it may be off
+    lo: Array  # the root is between these two breakpoints
+    hi: Array
+    slope: Array  # d log(norm) / d log(T)
+    noise: Array  # the share of eps that rounding usually adds to the norm, or takes,
+    most: Array  # and the most that it can
+    top: Array  # the largest |delta|
+    status: Array
+    lost: Array  # 1 if the row is to become NaN
+    reach: Array  # of rows that cannot reach eps
+    eta: Array
+    # Scales are tried between the outer two, most of them between the inner; none if the first is not below the last.
+    left: Array
+    near_left: Array
+    near_right: Array
+    right: Array
+
+
+def columns(kind: Any, a: Array) -> Any:
+    """The NamedTuple of what `stacked` made one array of."""
+    return kind(*(a[..., i : i + 1] for i in range(len(kind._fields))))
+
+
+def stacked(numbers: Any) -> Array:
+    return np.concatenate([np.asarray(a, np.float64) for a in np.broadcast_arrays(*numbers)], axis=-1)
+
+
+# --- the first round --------------------------------------------------------------------------------------------------
+
+
+def look(
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, numerics: Numerics, measure: bool
+) -> Array:
+    """Look, of a tile; `measure` if the norm of clip(x + delta) is wanted, too."""
+    eps = np.where(eps > 0, eps, 1.0)
+    enough = 1 - 8 * numerics.ulp
+    kernels = host.kernels()
+    if kernels is not None:
+        seen = kernels.look_ahead(x, delta, lower, upper, eps, enough, p)
+        if measure:
+            one = np.ones((len(x), 1))
+            seen[:, -1:] = kernels.measure_moves(x, delta, lower, upper, 1 / eps, one, one, p)
+        return seen
+    block = _math.Block(*(host.narrow(a, numerics) for a in (x, delta, lower, upper)))
+    kept = np.clip(block.x, block.lower, block.upper)
+    w = _rooms(block._replace(x=kept), eps)
+    d, moves = abs(block.delta).astype(np.float64), w > 0
+    unit = host.row_max(np.where(moves, d, 0.0))
+    q = _breakpoints(w, d)
+    order = p if p < math.inf else 1.0
+    found = Look(
+        bad=host.senseless(block, x) + ~(host.row_max(d) < math.inf),
+        top=host.row_max(d),
+        unit=unit,
+        total=_sum(np.where(moves, _math.power(host, d / np.where(unit > 0, unit, 1.0), order), 0.0)),
+        most=_sum(_math.power(host, w, p)) if p < math.inf else host.row_max(w),
+        least=np.where(moves, q, math.inf).min(axis=-1, keepdims=True),
+        last=host.row_max(np.where(moves, q, 0.0)),
+        largest=host.row_max(np.where((w >= enough) & moves, d, 0.0)),
+        far=host.row_max(np.where(moves, abs(kept) + w * eps, 0.0)),
+        plain=_norm_power(_added(kept, block.delta, block, x.dtype), kept, eps, p),
+    )
+    return stacked(found)
+
+
+def _sum(a: Array) -> Array:
+    return a.sum(axis=-1, keepdims=True, dtype=np.float64)
+
+
+def _rooms(block: _math.Block, eps: Array) -> Array:
+    """w, or 0 where nothing moves."""
+    ahead = _math.bound_ahead(host, block.delta, block.lower, block.upper).astype(np.float64)
+    return np.minimum(np.where(block.delta == 0, 0.0, abs(ahead - block.x)) / eps, CAP)
+
+
+def _breakpoints(w: Array, d: Array) -> Array:
+    return np.minimum(w / np.where(d > 0, d, 1.0), MOST)
+
+
+def merged_looks(a: Array, p: float, axis: Any) -> Array:
+    """Of a whole row, from those of its parts along these axes."""
+    looks = columns(Look, a)
+    merged = {name: value.max(axis=axis, keepdims=True) for name, value in looks._asdict().items()}
+    share = _math.power(host, looks.unit / np.where(merged["unit"] > 0, merged["unit"], 1.0), p) if p < math.inf else 0
+    merged["total"] = (looks.total * share).sum(axis=axis, keepdims=True)
+    merged["least"] = looks.least.min(axis=axis, keepdims=True)
+    if p < math.inf:
+        merged["most"] = looks.most.sum(axis=axis, keepdims=True)
+        merged["plain"] = looks.plain.sum(axis=axis, keepdims=True)
+    return stacked(Look(**merged))
+
+
+def begun(a: Array, eps: Array, p: float, n: int, numerics: Numerics, ulp: float, mode: str, measured: bool) -> Array:
+    """State, after a look at the whole rows of `n` elements, stored with that spacing at 1. For p = inf it is the
+    last one that looks for the root."""
+    seen = columns(Look, a)
+    lost = (seen.bad > 0) | ~((eps >= 0) & (eps < math.inf) & (seen.top < math.inf))
+    is_zero, at_zero = seen.top <= 0, eps <= 0
+    eps = np.where(at_zero | lost, 1.0, eps)
+    if p == math.inf:
+        unreachable = short = seen.largest <= 0
+        start = 1 / np.where(short, 1.0, seen.largest)
+        free = ~short
+    else:
+        short = seen.most < 1
+        unreachable = seen.most < 1 - 8 * p * numerics.ulp
+        start = seen.total ** (-1 / p) / seen.unit
+        # Where nothing clips, naive scaling is exact.
+        free = ~short & (start <= seen.least)
+    T = np.where(short, seen.last, start)
+    lo, hi = np.maximum(start, seen.least), seen.last
+    # What cannot reach eps has less room than eps in every element: there, the last breakpoint is one of delta's own.
+    eta = np.minimum(np.where(unreachable, seen.last, T) * eps, HUGE)
+    reach = np.where(is_zero, 0.0, eps * np.minimum(seen.most, 1.0) ** (1 / p if p < math.inf else 1.0))
+    # Rounding moves an element by that share of its usual size: all of them one way, or each as it happens to.
+    size = n ** (1 / p) if p < math.inf else 1.0
+    most = np.minimum(ulp * seen.far * size / eps, HUGE)
+    noise = most if p == math.inf else most * np.minimum(most * max(p - 1, 1) / 12 + 2 / math.sqrt(max(n, 1)), 1.0)
+    status = np.where(is_zero, ZERO, np.where(at_zero, AT_ZERO, np.where(unreachable, UNREACHABLE, REGULAR)))
+    if mode == "at_most":
+        # What is small enough is left alone: as measured, where it is to be written.
+        plain = seen.plain if p == math.inf else seen.plain ** (1 / p)
+        alone = (status == REGULAR) | ((status == UNREACHABLE) & (eta > 1))
+        status = np.where(alone & measured & (plain <= 1 - _math.SLACK), HELD, status)
+    done = free | short | (status == ZERO) | (status == AT_ZERO) | (status == HELD) | lost | ~(lo < hi)
+    lo, hi = np.where(done, 1.0, lo), np.where(done, 1.0, hi)
+    one = np.ones_like(T)
+    known = T, done, np.where(done, 0.0, one), lo, hi, one, noise, most, seen.top, status, lost, reach, eta
+    return stacked(State(*known, *no_tries(eta)))
+
+
+# --- further rounds ---------------------------------------------------------------------------------------------------
+
+
+def bins_for(n: int) -> int:
+    """How many bins the breakpoints of a row go to, where a part has `n` of them: a power of two."""
+    return int(2 ** np.clip(math.ceil(math.log2(max(n, 1))), 8, 9))
+
+
+def tally(x: Array, delta: Array, eps: Array, lower: Array, upper: Array, state: Array, p: float, bins: int) -> Array:
+    """(rows, 4*(bins + 2)) of a tile: per bin of the bracket, below it and above, sums of (t*|delta|)^p with t the
+    bin's lower edge, and of w^p, and the least and the largest breakpoint."""
+    here = columns(State, state)
+    first, shift = _grid(here, bins)
+    edges = _edges(first, shift, bins)
+    rows, eps = len(x), np.where(eps > 0, eps, 1.0)
+    found = np.zeros((rows, bins + 2, 4))
+    found[..., 2] = math.inf
+    kernels = host.kernels()
+    if kernels is not None:
+        numbers = [np.broadcast_to(a, (rows, a.shape[1])) for a in (here.done, eps, first, shift, edges)]
+        kernels.tally(x, delta, lower, upper, numbers, p, found)
+        return found.reshape(rows, -1)
+    block = _block(x, delta, lower, upper)
+    w, d = _rooms(block, eps), abs(block.delta).astype(np.float64)
+    q = _breakpoints(w, d)
+    place = np.clip((q.view(np.int64) - first) >> shift, -1, bins) + 1
+    unit = np.concatenate([edges[..., :1], edges], axis=-1)
+    counted = (w > 0) & (here.done == 0)
+    for row in np.flatnonzero(counted.any(axis=-1)):
+        some = counted[row]
+        where, of_row = place[row, some], found[row]
+        steepness = unit[row if len(unit) > 1 else 0][where] * d[row, some]
+        for i, a in enumerate((steepness, w[row, some])):
+            of_row[:, i] = np.bincount(where, _math.power(host, np.minimum(a, 2.0), p), bins + 2)
+        np.minimum.at(of_row[:, 2], where, q[row, some])
+        np.maximum.at(of_row[:, 3], where, q[row, some])
+    return found.reshape(rows, -1)
+
+
+def _grid(state: State, bins: int) -> tuple[Array, Array]:
+    """The bits of the lower end of the bracket, and how many of the bits above that tell elements of a bin apart.
+
+    The bits of positive numbers are in the same order as they are, and nearly logarithmic.
+    """
+    first, last = (np.ascontiguousarray(a).view(np.int64) for a in (state.lo, state.hi))
+    length = np.frexp((last - first).astype(np.float64))[1]
+    return first, np.maximum(length - int(math.log2(bins)), 0).astype(np.int64)
+
+
+def _edges(first: Array, shift: Array, bins: int) -> Array:
+    most = (np.float64(MOST).view(np.int64) - first) >> shift
+    return (first + (np.minimum(np.arange(bins + 1), most) << shift)).view(np.float64)
+
+
+def merged_tallies(a: Array, axis: Any) -> Array:
+    parts = a.reshape(*a.shape[:-1], a.shape[-1] // 4, 4)
+    sums, least, largest = parts[..., :2], parts[..., 2:3], parts[..., 3:]
+    found = sums.sum(axis=axis, keepdims=True), least.min(axis=axis, keepdims=True), largest.max(axis, keepdims=True)
+    merged = np.concatenate(found, axis=-1)
+    return merged.reshape(*merged.shape[:-2], a.shape[-1])
+
+
+def narrowed(state: Array, tallies: Array, eps: Array, p: float, bins: int) -> Array:
+    """State, after a tally of whole rows: the root's bin, and the root if no breakpoint of it is in the way."""
+    now = columns(State, state)
+    edges = _edges(*_grid(now, bins), bins)
+    parts = tallies.reshape(*tallies.shape[:-1], bins + 2, 4)
+    A, C, least, last = (parts[..., i] for i in range(4))
+    # C and f at every edge; F is what has not been clipped there, in units that neither overflow nor vanish.
+    C = np.cumsum(C[..., :-1], axis=-1)
+    F = np.empty_like(edges)
+    F[..., -1] = A[..., -1]
+    shrink = (edges[..., :-1] / edges[..., 1:]) ** p
+    for k in range(bins - 1, -1, -1):
+        F[..., k] = A[..., k + 1] + F[..., k + 1] * shrink[..., k]
+    place = np.clip((C + F <= 1).sum(axis=-1, keepdims=True) - 1, 0, bins - 1)
+
+    def at(a: Array, offset: int = 0) -> Array:
+        return np.take_along_axis(a, place + offset, axis=-1)
+
+    left, right = at(edges), at(edges, 1)
+    lo, hi = at(least, 1), at(last, 1)
+    # Two lines on which f does not lie below: that from the left edge is f up to `lo`, the other from `hi` on.
+    # At the edges of the bracket, f is 1 up to rounding, which may be on either side.
+    from_left = np.where(at(F) > 0, left * (np.maximum(1 - at(C), 0) / at(F)) ** (1 / p), left)
+    from_left = np.maximum(from_left, left)
+    more = (at(C, 1) < 1) & (at(F, 1) > 0)
+    from_right = np.where(more, right * ((1 - at(C, 1)) / np.where(more, at(F, 1), 1.0)) ** (1 / p), 0.0)
+    exact = ~(lo < hi) | (from_left <= lo) | (from_right >= hi)
+    root = np.where(hi < lo, from_left, np.maximum(from_left, np.where(from_left <= lo, 0.0, from_right)))
+    root = np.where(lo == hi, np.where(from_left <= lo, from_left, np.maximum(from_right, lo)), root)
+    # And a chord, which does not lie above it: what is left between them is as small as a bin is narrow.
+    at_lo, at_hi = at(C) + at(F) * (lo / left) ** p, at(C, 1) + at(F, 1) * (hi / right) ** p
+    share = np.clip((1 - at_lo) / (at_hi - at_lo), 0.0, 1.0)
+    chord = lo * (1 + share * ((hi / lo) ** p - 1)) ** (1 / p)
+    between = np.clip(root, lo, hi)
+    gap = np.maximum(chord, between) - between
+    T = np.where(exact, root, between + gap / 2)
+    done = now.done > 0
+    doubt = np.where(done, now.doubt, np.where(exact, 0.0, gap / between))
+    T = np.where(done, now.T, np.clip(T, now.lo, now.hi))
+    slope = np.where(done, now.slope, np.clip(at(F) * (T / left) ** p, 2.0**-52, 1.0))
+    eta = np.where(done, now.eta, T * eps)
+    done = done | exact
+    lo, hi = np.where(done, 1.0, lo), np.where(done, 1.0, hi)
+    return stacked(now._replace(T=T, done=done, doubt=doubt, lo=lo, hi=hi, slope=slope, eta=eta))
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def held(state: Array, mode: str, measured: bool) -> Array:
+    """State, with the rows that `mode` leaves alone."""
+    now = columns(State, state)
+    status = now.status
+    if mode == "at_least":
+        status = np.where((status == REGULAR) & (now.eta < 1), HELD, status)
+    elif mode == "at_most" and not measured:
+        status = np.where(((status == REGULAR) | (status == UNREACHABLE)) & (now.eta > 1), HELD, status)
+    eta = np.where(status == HELD, 1.0, np.where((status == ZERO) | (status == AT_ZERO), 0.0, now.eta))
+    return stacked(now._replace(status=status, eta=np.where(now.lost > 0, math.nan, eta)))
+
+
+def written(x: Array, delta: Array, lower: Array, upper: Array, state: Array, numerics: Numerics) -> Array:
+    """v of a tile."""
+    now = columns(State, state)
+    v = _moved(x, delta, lower, upper, *_factors(now.eta, now.eta, numerics))
+    corner, still = now.status == UNREACHABLE, (now.status == ZERO) | (now.status == AT_ZERO)
+    if corner.any() or still.any() or now.lost.any():
+        block = _block(x, delta, lower, upper)
+        ahead = _math.bound_ahead(host, block.delta, block.lower, block.upper)
+        v = np.where(corner, np.where(block.delta == 0, block.x, ahead), np.where(still, block.x, v))
+        v = np.where(now.lost > 0, math.nan, v)
+    return v.astype(x.dtype, copy=False)
+
+
+def _factors(eta: Array, scales: Array, numerics: Numerics) -> tuple[Array, Array]:
+    """K and dm of K*(delta*dm), for scales near eta: so split, what is too large or too small for the dtype loses
+    nothing."""
+    m = host.pow2(1 / np.where(eta > 0, eta, 1.0), numerics)
+    return host.narrow(np.minimum(scales * m, numerics.far), numerics), host.narrow(1 / m, numerics)
+
+
+def _block(x: Array, delta: Array, lower: Array, upper: Array) -> _math.Block:
+    """A tile in the working dtype, with x inside its bounds."""
+    numerics = _math.DOUBLE if x.dtype == np.float64 else _math.SINGLE
+    block = _math.Block(*(host.narrow(a, numerics) for a in (x, delta, lower, upper)))
+    return block._replace(x=np.clip(block.x, block.lower, block.upper))
+
+
+def _moved(x: Array, delta: Array, lower: Array, upper: Array, K: Array, dm: Array) -> Array:
+    """clip(x + K*(delta*dm)) of a tile, as it is stored."""
+    kernels = host.kernels()
+    if kernels is not None:
+        return kernels.move(x, delta, lower, upper, K, dm).astype(x.dtype, copy=False)
+    block = _block(x, delta, lower, upper)
+    return _added(block.x, block.delta * dm * K, block, x.dtype)
+
+
+def _added(x: Array, step: Array, block: _math.Block, dtype: Any) -> Array:
+    """clip(x + step) as it is stored."""
+    return np.clip(x + step, block.lower, block.upper).astype(dtype, copy=False)
+
+
+def _norm_power(v: Array, x: Array, eps: Array, p: float) -> Array:
+    """The sum of (|v - x|/eps)^p of a part of the rows, or the largest, in float64."""
+    z = abs(v.astype(np.float64) - x.astype(np.float64)) / eps
+    return host.row_max(z) if p == math.inf else _sum(_math.power(host, z, p))
+
+
+# --- the norm of what is written --------------------------------------------------------------------------------------
+
+
+def tries_for(n: int, half: bool) -> int:
+    """How many scales are tried for a row of `n` elements: of long ones few, for their norm is nearly continuous; many
+    where elements take few values, in half precision."""
+    return MOST_TRIES if half else int(np.clip(TRIED // max(n, 1), FEWEST, MOST_TRIES))
+
+
+def no_tries(eta: Array) -> tuple[Array, Array, Array, Array]:
+    return eta, eta, eta, eta
+
+
+def aimed(state: Array, eps: Array, mode: str, enough: float) -> Array:
+    """State, with scales to try around the root, of rows whose norm rounding moves by more than `enough`; around those
+    tried before where that is narrower."""
+    now = columns(State, state)
+    root = np.minimum(now.T * eps, HUGE)
+    wanted = (now.status == REGULAR) & (now.lost == 0) & ((mode == "at_most") | (now.noise > enough))
+    if mode == "at_least":
+        wanted = wanted & (root * (1 + now.doubt) >= 1)
+    usual = (np.maximum(now.noise, 8 * _math.SLACK) + now.doubt) / now.slope
+    most = np.maximum(2 * now.most / now.slope, usual) + 8 * _math.SLACK
+    tried = (now.left < now.right) & (now.near_right - now.near_left <= 2 * usual * root)
+    ends = root / (1 + most), root / (1 + usual), root * (1 + usual), root * (1 + most)
+    chosen = {
+        name: np.where(wanted & ~tried, np.minimum(end, HUGE), getattr(now, name))
+        for name, end in zip(State._fields[-4:], ends, strict=True)
+    }
+    return stacked(now._replace(**chosen))
+
+
+def _scales(now: State, count: int) -> Array:
+    """(..., count) scales to try, increasing, evenly in their logarithms."""
+    inner = np.linspace(0, 1, count - 2 * len(OUTER))
+    return np.concatenate(
+        [
+            now.near_left * (now.left / now.near_left) ** OUTER[::-1],
+            now.near_left * (now.near_right / now.near_left) ** inner,
+            now.near_right * (now.right / now.near_right) ** OUTER,
+        ],
+        axis=-1,
+    )
+
+
+def tried(
+    x: Array,
+    delta: Array,
+    eps: Array,
+    lower: Array,
+    upper: Array,
+    state: Array,
+    p: float,
+    numerics: Numerics,
+    count: int,
+) -> Array:
+    """(rows, count) of a tile: the sum of powers of every scale, as it would be written."""
+    now = columns(State, state)
+    found = np.zeros((len(x), count))
+    rows = np.flatnonzero(now.left < now.right)
+    if not rows.size:
+        return found
+    some = [a if len(a) == 1 < len(x) else a[rows] for a in (x, delta, lower, upper, eps, state)]
+    (x, delta, lower, upper, eps), now = some[:5], columns(State, some[5])
+    K, dm = _factors(now.eta, _scales(now, count), numerics)
+    kernels = host.kernels()
+    if kernels is not None:
+        found[rows] = kernels.measure_moves(x, delta, lower, upper, 1 / eps, K, dm, p)
+        return found
+    kept = _block(x, delta, lower, upper).x
+    for k in range(count):
+        found[rows, k : k + 1] = _norm_power(_moved(x, delta, lower, upper, K[:, k : k + 1], dm), kept, eps, p)
+    return found
+
+
+def merged_powers(a: Array, axis: Any, p: float) -> Array:
+    return a.max(axis=axis, keepdims=True) if p == math.inf else a.sum(axis=axis, keepdims=True)
+
+
+def chosen(before: Array, state: Array, powers: Array, p: float, mode: str) -> Array:
+    """State, with the scale whose norm is the nearest to eps of those that were tried before, or not above it, and a
+    narrower range for another try."""
+    now, count = columns(State, state), powers.shape[-1]
+    scales = _scales(columns(State, before), count)
+    norms = powers if p == math.inf else powers ** (1 / p)
+    limit = 1 - _math.SLACK if mode == "at_most" else 1.0
+    fitting = (norms <= limit).sum(axis=-1, keepdims=True)
+    place = np.clip(fitting - 1, 0, count - 2)
+
+    def at(a: Array, offset: int) -> Array:
+        return np.take_along_axis(a, np.clip(place + offset, 0, count - 1), axis=-1)
+
+    def off_the_line(offset: int) -> Array:
+        """How far a norm is from the line through the two beside it."""
+        before, here, after = (at(scales, offset + i) for i in (-1, 0, 1))
+        share = (here - before) / (after - before)
+        off = abs(at(norms, offset) - (1 - share) * at(norms, offset - 1) - share * at(norms, offset + 1))
+        return np.where((before < here) & (here < after), off, math.inf)
+
+    left, right, below, above = at(scales, 0), at(scales, 1), 1 - at(norms, 0), at(norms, 1) - 1
+    wave = np.maximum(off_the_line(0), off_the_line(1))
+    smooth = (below >= 0) & (above > 0) & (wave < np.minimum(below, above))
+    between = left + (right - left) * (below / np.where(smooth, below + above, 1.0))
+    eta = np.where(smooth, between, np.where(abs(below) <= abs(above), left, right))
+    width = np.where(smooth, np.maximum(4 * wave, 8 * _math.SLACK) / now.slope * eta, right - left)
+    near_left, near_right = np.maximum(eta - width, left), np.minimum(eta + width, right)
+    if mode == "at_most":
+        eta = np.where(fitting == 0, 0.0, np.where(fitting == count, right, left))
+    tried = columns(State, before).left < columns(State, before).right
+    ends = zip(State._fields[-5:], (eta, left, near_left, near_right, right), strict=True)
+    return stacked(now._replace(**{name: np.where(tried, a, getattr(now, name)) for name, a in ends}))

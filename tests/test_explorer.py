@@ -1,0 +1,639 @@
+"""The explorer: what is behind the page, and the page itself in a browser."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import itertools
+import math
+import os
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import tifffile
+from PIL import Image
+
+from clipaware import cli, noise, reference
+from clipaware._explorer import draw, results, solve
+from clipaware._explorer.curve import Curve
+from clipaware._explorer.solve import Choice, Visit, bundled, opened
+from clipaware._media import FileError, read
+
+RNG = np.random.default_rng(0)
+ORDERS = (1.0, 1.5, 2.0, 3.0, math.inf)
+PICTURE, SOUND = (0.0, 1.0), (-1.0, 1.0)
+DATA = Path(solve.__file__).parents[1] / "data"
+
+
+def visit_to(subject):
+    visit = Visit()
+    visit.look_at(subject)
+    return visit
+
+
+def picture(path, shape=(40, 60, 3), dtype=np.uint8):
+    """A file with much black and white in it, and what it holds from 0 to 1."""
+    x = np.clip(RNG.normal(0.5, 0.5, shape), 0, 1)
+    if dtype == np.uint8:
+        Image.fromarray(np.rint(x * 255).astype(np.uint8)).save(path)
+    else:
+        tifffile.imwrite(path, (x * 65535 if dtype == np.uint16 else x).astype(dtype))
+    return path
+
+
+def value(html, name):
+    return float(re.search(f'data-name="{name}" data-value="([^"]+)"', html)[1])
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "laplace", "rademacher", "salt-and-pepper"])
+@pytest.mark.parametrize("p", ORDERS)
+def test_numbers_of_floats_are_those_of_the_reference(p, kind, tmp_path) -> None:
+    subject = opened(picture(tmp_path / "x.png"), "picture")
+    x = subject.content.parts[""].values.reshape(1, -1) / np.float32(255)
+    delta = noise.sample(kind, x.reshape(40, 60, 3), seed=3, axes=(0, 1)).reshape(1, -1)
+    corner = np.where(delta > 0, 1, np.where(delta < 0, 0, x))
+    reach = reference.norm64(corner, x, p).item()
+    eps = reach / 2
+    outcome = visit_to(subject).solve(Choice(kind, 3, p, "eps", eps, PICTURE, whole=False))
+    eta = reference.bisect_rescale(x, delta, eps, p)
+    exact = np.clip(x + eta * delta.astype(np.float64), 0, 1)
+    assert outcome.reach == pytest.approx(reach, rel=1e-6)
+    assert outcome.exact == pytest.approx(eps, rel=3e-6)
+    assert np.abs(outcome.made.reshape(1, -1) - exact).max() < 1e-5
+    naive = reference.naive_perturb(x.astype(np.float64), delta.astype(np.float64), eps, p)
+    assert outcome.naive == pytest.approx(reference.norm64(naive, x, p).item(), rel=1e-5, abs=1e-6)
+    assert np.abs(outcome.naively().reshape(1, -1) - naive).max() < 1e-5
+    room = np.where(delta > 0, 1 - x, x)
+    assert outcome.clipped == pytest.approx((eta * abs(delta) >= room).mean(), abs=2e-3)
+
+
+@pytest.mark.parametrize("p", ORDERS)
+def test_numbers_of_bytes_are_what_the_file_holds(p, tmp_path) -> None:
+    subject = opened(picture(tmp_path / "x.png"), "picture")
+    visit = visit_to(subject)
+    eps = visit.reach(Choice(p=p)) / 3
+    outcome = visit.solve(Choice(p=p, value=eps))
+    saved = read(results.save(outcome, tmp_path)).parts[""].values
+    rows = [a.reshape(1, -1) / 255 for a in (saved.astype(float), subject.content.parts[""].values.astype(float))]
+    held = reference.norm64(*rows, p).item()
+    assert saved.dtype == np.uint8
+    assert outcome.exact == pytest.approx(held, rel=1e-12)
+    assert held == pytest.approx(eps, rel=1e-3 if p < math.inf else 1e-2)
+    naive = outcome.naively().reshape(1, -1) / 255
+    assert outcome.naive == pytest.approx(reference.norm64(naive, rows[1], p).item(), rel=1e-9)
+    assert outcome.naive < 0.97 * eps or p == math.inf
+
+
+def test_other_bounds_move_values_into_them_first(tmp_path) -> None:
+    subject = opened(picture(tmp_path / "x.png"), "picture")
+    for whole in (True, False):
+        outcome = visit_to(subject).solve(Choice(value=5.0, bounds=(0.2, 0.8), whole=whole))
+        x = subject.content.parts[""].values / 255
+        assert outcome.outside == np.count_nonzero((x < 0.2 - 1e-6) | (x > 0.8 + 1e-6))
+        made = outcome.real(outcome.made)
+        assert made.min() >= 0.2 - 1e-6
+        assert made.max() <= 0.8 + 1e-6
+        moved = reference.norm64(made.reshape(1, -1), x.clip(0.2, 0.8).reshape(1, -1)).item()
+        assert moved == pytest.approx(5.0, rel=1e-3)
+        assert "lay outside the bounds" in draw.answer(outcome)
+
+
+def test_what_is_not_reachable_goes_as_far_as_it_can(tmp_path) -> None:
+    visit = visit_to(opened(picture(tmp_path / "x.png"), "picture"))
+    reach = visit.reach(Choice())
+    outcome = visit.solve(Choice(value=2 * reach))
+    assert not outcome.reachable
+    assert outcome.exact == pytest.approx(reach, rel=1e-6)
+    assert "more than this noise can have" in draw.answer(outcome)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_snr_of_a_sound_is_what_was_asked_for(whole, tmp_path) -> None:
+    outcome = visit_to(bundled("sound", "Melody")).solve(Choice("pink", 1, 2.0, "snr", 3.0, SOUND, whole))
+    path = results.save(outcome, tmp_path)
+    v, rate = soundfile.read(path)
+    x, _ = soundfile.read(DATA / "melody.flac")
+    assert rate == 16000
+    assert soundfile.info(path).subtype == ("PCM_16" if whole else "FLOAT")
+    assert 10 * np.log10(np.sum(x**2) / np.sum((v - x) ** 2)) == pytest.approx(3.0, abs=1e-3)
+    naive, exact = outcome.decibels()
+    assert exact == pytest.approx(3.0, abs=1e-3)
+    assert naive > 3.1
+
+
+def test_sizes_in_other_units(tmp_path) -> None:
+    visit = visit_to(bundled("picture", "Coffee"))
+    x = bundled("picture", "Coffee").content.parts[""].values / 255
+    for measure, size in (("rms", 0.1), ("snr", 10.0), ("psnr", 20.0)):
+        outcome = visit.solve(Choice(measure=measure, value=size))
+        change = outcome.made / 255.0 - x
+        found = {
+            "rms": np.sqrt(np.mean(change**2)),
+            "snr": 10 * np.log10(np.sum(x**2) / np.sum(change**2)),
+            "psnr": -10 * np.log10(np.mean(change**2)),
+        }
+        assert found[measure] == pytest.approx(size, rel=1e-4)
+    Image.fromarray(np.zeros((9, 9), np.uint8)).save(tmp_path / "black.png")
+    black = visit_to(opened(tmp_path / "black.png", "picture"))
+    with pytest.raises(ValueError, match="all of it is 0"):
+        black.solve(Choice(measure="snr", value=3.0))
+
+
+@pytest.mark.parametrize("p", ORDERS)
+def test_everything_is_drawn_at_the_edges(p, tmp_path) -> None:
+    """Nothing asked, all of it, more than there is; no room at all, no noise at all."""
+    Image.fromarray(np.zeros((9, 9), np.uint8)).save(tmp_path / "black.png")
+    for subject in (opened(tmp_path / "black.png", "picture"), opened(picture(tmp_path / "x.png"), "picture")):
+        visit = visit_to(subject)
+        for kind, whole in itertools.product(noise.KINDS, (True, False)):
+            reach = visit.reach(Choice(kind, p=p, whole=whole))
+            for eps in (0.0, 1e-3 * reach, 0.5 * reach, (1 - 1e-6) * reach, 3 * reach + 1):
+                outcome = visit.solve(Choice(kind, p=p, value=eps, whole=whole))
+                drawn = draw.answer(outcome)
+                assert "nan" not in drawn.replace("base64,", "").split("<svg", 1)[1]
+                assert value(drawn, "exact") == pytest.approx(min(eps, reach), rel=2e-3, abs=1 / 255)
+                assert outcome.reachable == (eps <= reach or not eps)
+
+
+# --- the curve --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "cauchy", "lognormal", "tied"])
+@pytest.mark.parametrize("p", ORDERS)
+@pytest.mark.parametrize("share", [0.05, 0.6, 0.99])
+def test_newton_ends_at_the_root_and_goes_along_tangents(share, p, kind) -> None:
+    x, delta = RNG.random((1, 5000)), reference.directions(kind, 1, 5000, 2)
+    room = np.where(delta > 0, 1 - x, np.where(delta < 0, x, 0))
+    curve = Curve(np.abs(delta), room, p)
+    eps = share * float(curve.norm(curve.last))
+    scales = curve.newton(eps)
+    assert scales[-1] / curve.top == pytest.approx(reference.bisect_rescale(x, delta, eps, p).item(), rel=1e-9)
+    for scale in [*scales[1:], 0.3 * curve.last]:
+        v = np.clip(x + scale / curve.top * delta, 0, 1)
+        assert float(curve.norm(scale)) == pytest.approx(reference.norm64(v, x, p).item(), rel=1e-9)
+    if p < math.inf:
+        for here, there in itertools.pairwise(scales):
+            # Where the line that the curve follows at `here` has the size.
+            eta = here / curve.top * np.abs(delta)
+            clipped = (eta >= room) & (delta != 0)
+            rest = eps**p - np.sum(room[clipped] ** p)
+            assert there**p == pytest.approx(rest / np.sum((np.abs(delta) / curve.top)[~clipped] ** p), rel=1e-9)
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 5.0, math.inf])
+def test_the_curve_of_a_large_picture_is_close(p, monkeypatch) -> None:
+    size, room = np.abs(RNG.standard_normal(200_000)), RNG.integers(0, 256, 200_000) / 255
+    whole = Curve(size, room, p)
+    monkeypatch.setattr("clipaware._explorer.curve.MOST", 50_000)
+    sample = Curve(size, room, p)
+    assert sample.sampled
+    assert not whole.sampled
+    scales = np.linspace(0.01, 1, 20) * 4
+    assert np.allclose(sample.norm(scales), whole.norm(scales), rtol=1e-2 if p < math.inf else 1e-3)
+
+
+# --- files and lines of Python ----------------------------------------------------------------------------------------
+
+CASES = [
+    ("x.png", (20, 30, 3), np.uint8),
+    ("x.png", (20, 30), np.uint8),
+    ("x.tif", (20, 30, 3), np.uint16),
+    ("x.tif", (20, 30), np.float32),
+]
+
+
+@pytest.fixture
+def run_lines(tmp_path, monkeypatch, capsys):
+    """Save a result as the page does; run the lines beside the original; both files, and the norm that was printed."""
+
+    def run(outcome):
+        (tmp_path / "page").mkdir(exist_ok=True)
+        page = results.save(outcome, tmp_path / "page")
+        monkeypatch.chdir(tmp_path)
+        Path("exact.py").write_text(results.code(outcome))
+        runpy.run_path("exact.py")
+        return page, tmp_path / results.name_of(outcome), float(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(("name", "shape", "dtype"), CASES)
+def test_lines_make_the_same_picture(name, shape, dtype, whole, tmp_path, run_lines) -> None:
+    subject = opened(picture(tmp_path / name, shape, dtype), "picture")
+    for choice in (
+        Choice("uniform", 5, 2.0, "psnr", 14.0, PICTURE, whole),
+        Choice("speckle", 5, 1.5, "eps", 20.0, (0.1, 0.9), whole),
+        Choice("gaussian", 0, math.inf, "eps", 0.3, PICTURE, whole),
+    ):
+        outcome = visit_to(subject).solve(choice)
+        page, mine, norm = run_lines(outcome)
+        assert norm == pytest.approx(outcome.exact, rel=1e-5)
+        page, mine = (read(path).parts[""].values for path in (page, mine))
+        assert mine.dtype == page.dtype == (np.uint8 if whole else np.float32)
+        assert np.array_equal(mine, page)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("subtype", ["PCM_16", "PCM_24", "FLOAT"])
+def test_lines_make_the_same_sound(subtype, whole, tmp_path, run_lines) -> None:
+    samples = np.clip(RNG.normal(0, 0.5, (3000, 2)), -1, 0.9999)
+    soundfile.write(tmp_path / "x.wav", samples, 8000, subtype=subtype)
+    outcome = visit_to(opened(tmp_path / "x.wav", "sound")).solve(Choice("laplace", 2, 2.0, "snr", 4.0, SOUND, whole))
+    page, mine, norm = run_lines(outcome)
+    assert norm == pytest.approx(outcome.exact, rel=1e-5)
+    assert np.array_equal(read(mine).parts[""].values, read(page).parts[""].values)
+
+
+def test_lines_of_a_bundled_picture_make_the_same_bytes(tmp_path, run_lines) -> None:
+    outcome = visit_to(bundled("picture", "Coffee")).solve(Choice(value=100.0))
+    shutil.copy(DATA / "coffee.jpg", tmp_path)
+    page, mine, norm = run_lines(outcome)
+    assert norm == pytest.approx(100.0, rel=1e-5)
+    assert mine.name == "coffee_exact.png"
+    assert mine.read_bytes() == page.read_bytes()
+    assert len([line for line in results.code(outcome).splitlines() if line]) <= 11
+
+
+def test_alpha_and_orientation_stay(tmp_path) -> None:
+    pixels = RNG.integers(0, 256, (12, 20, 4), np.uint8)
+    exif = Image.Exif()
+    exif[274] = 6
+    Image.fromarray(pixels).save(tmp_path / "a.png", exif=exif)
+    outcome = visit_to(opened(tmp_path / "a.png", "picture")).solve(Choice(value=3.0))
+    (tmp_path / "out").mkdir()
+    made = read(results.save(outcome, tmp_path / "out"))
+    assert np.array_equal(made.extra.alpha, pixels[..., 3:])
+    assert made.extra.orientation == 6
+    # Shown upright: on its side it is 12 pixels wide.
+    shown = re.search(r'alt="original" src="data:image/jpeg;base64,([^"]+)"', draw.answer(outcome))[1]
+    assert Image.open(io.BytesIO(base64.b64decode(shown))).size == (12, 20)
+
+
+def test_uploads_are_checked(tmp_path) -> None:
+    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "empty.png").write_bytes(b"")
+    (tmp_path / "a.npy").write_bytes(b"")
+    whole = picture(tmp_path / "whole.png").read_bytes()
+    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    tifffile.imwrite(tmp_path / "nan.tif", np.full((4, 4), np.nan, np.float32))
+    tifffile.imwrite(tmp_path / "pages.tif", np.zeros((4, 9, 9), np.uint8), photometric="minisblack")
+    for name, what in (
+        ("text.png", "cannot be read|is no PNG"),
+        ("empty.png", "is empty"),
+        ("a.npy", "is no picture that can be read here, expected .png"),
+        ("cut.png", "cut off|cannot be read"),
+        ("nan.tif", "NaN"),
+        ("pages.tif", "expected one picture"),
+    ):
+        with pytest.raises(FileError, match=what) as caught:
+            opened(tmp_path / name, "picture")
+        assert str(caught.value).startswith(f"{name}: ")  # and not with the folder of uploads
+        assert str(tmp_path) not in str(caught.value)
+    with pytest.raises(FileError, match=r"has 7,200 elements, more than the limit of 7,000$"):
+        opened(tmp_path / "whole.png", "picture", 7000)
+    with pytest.raises(FileError, match="is no sound"):
+        opened(tmp_path / "whole.png", "sound")
+
+
+def test_names_of_files_are_text(tmp_path) -> None:
+    """And neither HTML nor Python."""
+    name = "<img src=x onerror=alert(1)>'\"\\.png"
+    assert "<img" not in draw.trouble(f"{name}: bad")
+    outcome = visit_to(opened(picture(tmp_path / name), "picture")).solve(Choice(value=3.0))
+    assert "onerror" not in draw.answer(outcome)
+    compile(results.code(outcome), "exact.py", "exec")
+    assert repr(name) in results.code(outcome)
+
+
+def test_what_is_kept_follows_the_controls(tmp_path) -> None:
+    """One visit with many choices gives what a fresh one gives."""
+    visit = visit_to(bundled("picture", "Rocket"))
+    choices = [
+        Choice(value=30.0), Choice(value=40.0), Choice(value=40.0, seed=1), Choice("pink", 1, value=40.0),
+        Choice("pink", 1, 1.0, value=9000.0), Choice("pink", 1, 1.0, value=9000.0, bounds=(0.0, 0.5)),
+        Choice("pink", 1, 1.0, value=9000.0, bounds=(0.0, 0.5), whole=False),
+    ]  # fmt: skip
+    for choice in choices:
+        fresh = visit_to(bundled("picture", "Rocket")).solve(choice)
+        assert np.array_equal(visit.solve(choice).made, fresh.made)
+    visit.look_at(bundled("picture", "Coffee"))
+    assert visit.solve(choices[0]).made.shape == (256, 384, 3)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def fails(*argv):
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err):
+        assert cli.main(["explore", "--no-browser", *argv]) == 2
+    return err.getvalue()
+
+
+def test_without_gradio_the_command_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    assert "pip install 'clipaware[explorer]'" in fails()
+
+
+def test_other_hosts_are_warned_of(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    assert "warning" not in fails("--host", "127.0.0.1")
+    assert "warning" not in fails("--host", "localhost")
+    assert "warning: --host 0.0.0.0 lets whoever can reach this machine use the page" in fails("--host", "0.0.0.0")
+    assert "--port is 70000" in fails("--port", "70000")
+    assert "--max-elements is 0" in fails("--max-elements", "0")
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+CHROMIUM = shutil.which("chromium")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The address of the explorer, in a process of its own, with a folder for temporary files of its own."""
+    pytest.importorskip("gradio", reason="the explorer needs Gradio")
+    folder = tmp_path_factory.mktemp("temporary")
+    options = ["--no-browser", "--max-elements", "30000", "--max-megabytes", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "clipaware.cli", "explore", *options],
+        stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(folder), "PYTHONWARNINGS": "ignore"},
+    )  # fmt: skip
+    try:
+        said = process.stdout.readline()
+        yield re.search(r"http://\S+", said)[0].rstrip("/"), folder
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert not list(folder.glob("clipaware-explorer-*"))  # nothing is left behind
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def status(address):
+    """Of what a server answers."""
+    try:
+        with urllib.request.urlopen(address, timeout=30) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_the_server_listens_to_this_machine_and_hands_out_no_files(server, tmp_path) -> None:
+    address, _ = server
+    assert re.match(r"http://127\.0\.0\.1:\d+$", address)
+    assert status(address) == 200
+    for path in ("/etc/passwd", Path(__file__), DATA / "coffee.jpg"):
+        assert status(f"{address}/gradio_api/file={path}") in (403, 404)
+    # Nor does it fetch anything for others.
+    assert status(f"{address}/gradio_api/file=http://example.com/") == 403
+    assert status(f"{address}/gradio_api/proxy=http://example.com/") == 403
+
+
+class Browser:
+    """A page in Chromium, which may talk to the explorer only."""
+
+    def __init__(self, page, address) -> None:
+        self.page, self.address, self.errors, self.others = page, address, [], []
+        page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.route("**/*", self._route)
+        page.goto(address)
+        page.wait_for_selector("#picture-answer .ca-value", timeout=120_000)
+
+    def _route(self, route) -> None:
+        if route.request.url.startswith((f"{self.address}/", "data:", "blob:")):
+            route.continue_()
+        else:
+            self.others.append(route.request.url)
+            route.abort()
+
+    def number(self, name, kind="picture"):
+        return float(self.page.locator(f'#{kind}-answer [data-name="{name}"]').get_attribute("data-value"))
+
+    def wait_for(self, name, expected, kind="picture") -> None:
+        """Until a number is that one, as near as it is shown."""
+        self.page.wait_for_function(
+            "([kind, name, expected]) => { const e = document.querySelector(`#${kind}-answer [data-name='${name}']`);"
+            "return e && Math.abs(e.dataset.value - expected) <= 1e-3 * Math.abs(expected); }",
+            arg=[kind, name, expected], timeout=60_000,
+        )  # fmt: skip
+
+    def slide_to(self, size, kind="picture") -> None:
+        box = self.page.locator(f"#{kind}-value input[type=number]")
+        box.fill(str(size))
+        box.press("Enter")
+        box.blur()
+
+    def choose(self, group, text, kind="picture") -> None:
+        self.page.locator(f"#{kind}-{group} label").get_by_text(text, exact=True).click()
+
+    def upload(self, path, kind="picture") -> None:
+        self.page.locator(f"#{kind}-file input[type=file]").set_input_files(path)
+
+    def message(self, kind="picture"):
+        place = self.page.locator(f"#{kind}-message .ca-trouble")
+        place.wait_for(timeout=60_000)
+        return place.inner_text()
+
+    def download(self, button, folder):
+        with self.page.expect_download(timeout=60_000) as waiting:
+            self.page.locator(f"#{button}").click()
+        path = folder / waiting.value.suggested_filename
+        waiting.value.save_as(path)
+        return path
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium here: apt-get install chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visitors(chromium, server):
+    """Opens pages, each of another visitor; in the end none may have had an error or asked for anything elsewhere."""
+    with contextlib.ExitStack() as stack:
+        opened_pages = []
+
+        def open_page(width=1280, height=900):
+            context = chromium.new_context(viewport={"width": width, "height": height}, accept_downloads=True)
+            stack.callback(context.close)
+            opened_pages.append(Browser(context.new_page(), server[0]))
+            return opened_pages[-1]
+
+        yield open_page
+        for page in opened_pages:
+            assert page.errors == []
+            assert page.others == []
+
+
+def coffee_outcome(**choice):
+    return visit_to(bundled("picture", "Coffee")).solve(Choice(**choice))
+
+
+def assert_shows(page, outcome) -> None:
+    for name in ("asked", "naive", "exact", "reach", "clipped"):
+        assert page.number(name) == pytest.approx(getattr(outcome, name), rel=1e-9)
+
+
+def test_the_controls_move_the_numbers(visitors) -> None:
+    page = visitors()
+    page.slide_to(80)
+    page.wait_for("asked", 80)
+    outcome = coffee_outcome(value=80.0)
+    assert_shows(page, outcome)
+    assert page.number("naive") < 77 < 79.99 < page.number("exact") < 80.01
+    # With the mouse.
+    before = page.page.locator("#picture-answer [data-plot=delivered]").inner_html()
+    box = page.page.locator("#picture-value input[type=range]").bounding_box()
+    page.page.mouse.click(box["x"] + 0.7 * box["width"], box["y"] + box["height"] / 2)
+    page.page.wait_for_function(
+        "() => document.querySelector('#picture-answer [data-name=asked]').dataset.value > 150", timeout=60_000
+    )
+    assert_shows(page, coffee_outcome(value=page.number("asked")))
+    assert page.page.locator("#picture-answer [data-plot=delivered]").inner_html() != before
+    page.choose("norm", "∞")
+    page.page.wait_for_function(
+        "() => document.querySelector('#picture-answer [data-name=asked]').dataset.value < 1", timeout=60_000
+    )
+    page.slide_to(0.25)
+    page.wait_for("asked", 0.25)
+    assert_shows(page, coffee_outcome(value=0.25, p=math.inf))
+    assert not page.page.locator("#picture-order").is_visible()
+    page.choose("norm", "any p")
+    page.wait_for("reach", coffee_outcome(value=1.0, p=1.5).reach)
+    assert page.page.locator("#picture-order").is_visible()
+    page.choose("measure", "PSNR, dB")
+    page.wait_for("reach", coffee_outcome(value=1.0).reach)
+    page.slide_to(20)
+    page.wait_for("asked", 0.1 * math.sqrt(256 * 384 * 3))
+    assert_shows(page, coffee_outcome(measure="psnr", value=20.0))
+    page.choose("title", "Rocket")
+    rocket = visit_to(bundled("picture", "Rocket")).solve(Choice(measure="psnr", value=20.0))
+    page.wait_for("naive", rocket.naive)
+    assert_shows(page, rocket)
+
+
+def test_noise_seed_bounds_and_precision(visitors) -> None:
+    page = visitors()
+    page.slide_to(50)
+    page.wait_for("asked", 50)
+    page.page.locator("#picture-noise input").click()
+    page.page.get_by_role("option", name="rademacher").click()
+    page.wait_for("naive", coffee_outcome(noise="rademacher", value=50.0).naive)
+    page.page.get_by_text("Seed, bounds, precision").first.click()
+    page.page.locator("#picture-seed input").fill("7")
+    page.wait_for("reach", coffee_outcome(noise="rademacher", seed=7, value=50.0).reach)
+    page.choose("depth", "float")
+    page.page.locator("#picture-high input").fill("0.9")
+    outcome = coffee_outcome(noise="rademacher", seed=7, value=50.0, bounds=(0.0, 0.9), whole=False)
+    page.wait_for("reach", outcome.reach)
+    assert_shows(page, outcome)
+    page.page.locator("#picture-high input").fill("-1")
+    assert "expected the lower one first" in page.message()
+
+
+def test_uploads_good_and_bad(visitors, server, tmp_path) -> None:
+    page, other = visitors(), visitors()
+    path = picture(tmp_path / "mine.png")
+    page.upload(path)
+    visit = visit_to(opened(path, "picture"))
+    reach = visit.reach(Choice())
+    page.wait_for("reach", reach)
+    page.slide_to(20)
+    page.wait_for("asked", 20)
+    outcome = visit.solve(Choice(value=20.0))
+    assert_shows(page, outcome)
+    # It is nobody else's, and not on the disk any more.
+    assert other.page.locator("#picture-title").get_by_text("Your own").count() == 0
+    other.slide_to(30)
+    other.wait_for("asked", 30)
+    assert_shows(other, coffee_outcome(value=30.0))
+    assert not list(server[1].rglob("mine.png"))
+    # What cannot be read is said, and what was there stays.
+    (tmp_path / "bad.png").write_text("this is no picture")
+    page.upload(tmp_path / "bad.png")
+    assert page.message().startswith("bad.png: ")
+    assert_shows(page, outcome)
+    page.upload(picture(tmp_path / "large.png", (110, 100, 3)))
+    page.page.get_by_text("large.png: says that it has 33,000 elements, more than the limit of 30,000").wait_for()
+    page.choose("title", "Coffee")
+    page.wait_for("reach", coffee_outcome(value=1.0).reach)
+    page.choose("title", "Your own")
+    page.wait_for("reach", reach)
+
+
+def test_downloads(visitors, server, tmp_path, monkeypatch, capsys) -> None:
+    page = visitors()
+    page.slide_to(60)
+    page.wait_for("asked", 60)
+    path = page.download("picture-save", tmp_path)
+    outcome = coffee_outcome(value=60.0)
+    assert path.name == "coffee_exact.png"
+    assert np.array_equal(read(path).parts[""].values, outcome.made)
+    lines = page.download("picture-save-code", tmp_path)
+    assert lines.read_text() == results.code(outcome)
+    made = path.read_bytes()
+    shutil.copy(DATA / "coffee.jpg", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(lines))
+    assert float(capsys.readouterr().out) == pytest.approx(60.0, rel=1e-5)
+    assert path.read_bytes() == made
+
+
+def test_the_sound_tab(visitors, tmp_path) -> None:
+    page = visitors()
+    page.page.get_by_role("tab", name="Sound").click()
+    page.page.wait_for_selector("#sound-answer .ca-value", timeout=60_000)
+    page.slide_to(5, "sound")
+    page.wait_for("exact-snr", 5.0, "sound")
+    outcome = visit_to(bundled("sound", "Melody")).solve(Choice(measure="snr", value=5.0, bounds=SOUND))
+    assert page.number("naive-snr", "sound") == pytest.approx(outcome.decibels()[0], rel=1e-9)
+    assert page.number("exact", "sound") == pytest.approx(outcome.exact, rel=1e-9)
+    lengths = page.page.evaluate(
+        "() => Promise.all([...document.querySelectorAll('#sound-answer audio')].map(a => a.readyState ? a.duration "
+        ": new Promise(done => a.addEventListener('loadedmetadata', () => done(a.duration)))))"
+    )
+    assert lengths == pytest.approx([8.4] * 3, abs=0.01)
+    path = page.download("sound-save", tmp_path)
+    assert path.name == "melody_exact.wav"
+    assert np.array_equal(read(path).parts[""].values, outcome.made)
+    soundfile.write(tmp_path / "mine.wav", np.clip(RNG.normal(0, 0.5, (4000, 2)), -1, 0.99), 8000)
+    page.upload(tmp_path / "mine.wav", "sound")
+    visit = visit_to(opened(tmp_path / "mine.wav", "sound"))
+    page.wait_for("reach", visit.reach(Choice(bounds=SOUND)), "sound")
+    page.upload(picture(tmp_path / "no.png"), "sound")
+    assert "is no sound that can be read here" in page.message("sound")
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_fits_the_window(width, visitors, tmp_path) -> None:
+    page = visitors(width)
+    assert page.page.evaluate("document.documentElement.scrollWidth") <= width
+    for name in ("original", "naive", "exact", "clipped", "naive-change", "exact-change"):
+        box = page.page.locator(f"#picture-answer img[alt={name}]").bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= width
+        assert box["width"] > 140
+    assert page.page.screenshot(full_page=True).startswith(b"\x89PNG")
