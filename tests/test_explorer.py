@@ -435,9 +435,8 @@ class Browser:
         )  # fmt: skip
 
     def slide_to(self, size, kind="picture") -> None:
-        box = self.page.locator(f"#{kind}-value input[type=number]")
+        box = self.page.locator(f"#{kind}-size input")
         box.fill(str(size))
-        box.press("Enter")
         box.blur()
 
     def choose(self, group, text, kind="picture") -> None:

@@ -88,8 +88,8 @@ def _notes(outcome: Outcome) -> str:
     elif outcome.part.levels and outcome.asked and abs(outcome.exact / outcome.asked - 1) >= 5e-4:
         notes.append("exact is as near as whole steps can come; choose float for a nearer one")
     if outcome.outside:
-        share = outcome.outside / outcome.part.values.size
-        notes.append(f"{share:.1%} of the values lay outside the bounds and were moved to them first")
+        of = f"{outcome.outside:,} of {outcome.part.values.size:,}"
+        notes.append(f"{of} values lay outside the bounds and were moved to them first")
     return "".join(f'<div class="ca-note">{html.escape(note)}</div>' for note in notes)
 
 
