@@ -24,7 +24,7 @@ import soundfile
 import tifffile
 from PIL import Image
 
-from clipaware import cli, noise, reference
+from clipaware import cli, explorer, noise, reference
 from clipaware._explorer import draw, results, solve
 from clipaware._explorer.curve import Curve
 from clipaware._explorer.solve import Choice, Visit, bundled, opened
@@ -169,6 +169,49 @@ def test_everything_is_drawn_at_the_edges(p, tmp_path) -> None:
                 assert outcome.reachable == (eps <= reach or not eps)
 
 
+@pytest.mark.parametrize("p", [1.0, 50.0, math.inf])
+def test_the_largest_and_the_smallest_are_drawn(p, tmp_path) -> None:
+    """What the controls let through, at its ends: without a warning and without what is no number."""
+    tifffile.imwrite(tmp_path / "x.tif", RNG.normal(0, 1e300, (20, 30)))
+    for path in (tmp_path / "x.tif", picture(tmp_path / "one.png", (1, 1))):
+        visit = visit_to(opened(path, "picture"))
+        for kind, whole, bounds in itertools.product(noise.KINDS, (True, False), (PICTURE, (-1e5, 1e5))):
+            reach = visit.reach(Choice(kind, p=p, whole=whole, bounds=bounds))
+            for eps in (1e-6 * reach, 0.5 * reach, 1e9):
+                outcome = visit.solve(Choice(kind, p=p, value=eps, whole=whole, bounds=bounds))
+                assert np.isfinite(outcome.naively()).all()
+                shown = re.sub('base64,[^"]*', "", draw.answer(outcome))
+                assert not re.search(r"\bnan\b|[^a-z]inf\b", shown)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_floats_outside_the_bounds_are_counted(whole, tmp_path, run_lines) -> None:
+    x = RNG.normal(0.5, 0.5, (30, 40, 3)).astype(np.float32)
+    tifffile.imwrite(tmp_path / "x.tif", x, photometric="rgb")
+    soundfile.write(tmp_path / "x.wav", 3 * x[..., 0].reshape(-1, 1), 8000, subtype="FLOAT")
+    for name, kind, values, bounds in (
+        ("x.tif", "picture", x, PICTURE),
+        ("x.tif", "picture", x, (0.2, 0.8)),
+        ("x.wav", "sound", 3 * x[..., 0], SOUND),
+    ):
+        outcome = visit_to(opened(tmp_path / name, kind)).solve(Choice(value=3.0, bounds=bounds, whole=whole))
+        outside = np.count_nonzero((values < np.float32(bounds[0])) | (values > np.float32(bounds[1])))
+        assert outcome.outside == outside > 0
+        assert f"{outside:,} of {values.size:,} values lay outside the bounds" in draw.answer(outcome)
+        page, mine, norm = run_lines(outcome)
+        assert norm == pytest.approx(outcome.exact, rel=1e-5)
+        assert np.array_equal(read(mine).parts[""].values, read(page).parts[""].values)
+
+
+def test_what_is_inside_the_bounds_and_not_on_their_levels(tmp_path, run_lines) -> None:
+    """Of 16 bits, 0.2015 is inside; of 8, it would be 51/255, which is not."""
+    tifffile.imwrite(tmp_path / "x.tif", np.full((9, 9), round(0.2015 * 65535), np.uint16))
+    outcome = visit_to(opened(tmp_path / "x.tif", "picture")).solve(Choice(value=0.5, bounds=(0.201, 0.9)))
+    assert outcome.outside == 0
+    page, mine, _ = run_lines(outcome)
+    assert np.array_equal(read(mine).parts[""].values, read(page).parts[""].values)
+
+
 # --- the curve --------------------------------------------------------------------------------------------------------
 
 
@@ -297,7 +340,7 @@ def test_uploads_are_checked(tmp_path) -> None:
         ("empty.png", "is empty"),
         ("a.npy", "is no picture that can be read here, expected .png"),
         ("cut.png", "cut off|cannot be read"),
-        ("nan.tif", "NaN"),
+        ("nan.tif", r"has 16 element\(s\) that are NaN or infinite"),
         ("pages.tif", "expected one picture"),
     ):
         with pytest.raises(FileError, match=what) as caught:
@@ -335,6 +378,152 @@ def test_what_is_kept_follows_the_controls(tmp_path) -> None:
     assert visit.solve(choices[0]).made.shape == (256, 384, 3)
 
 
+@pytest.mark.parametrize(
+    ("shape", "size", "caption"),
+    [
+        ((300, 400), (400, 300), "original<"),
+        ((1200, 400), (134, 400), "original, every 3rd pixel<"),
+        ((3, 1300), (434, 3), "original, every 3rd pixel, stretched<"),
+        ((7000, 1), (1, 539), "original, every 13th pixel, stretched<"),
+    ],
+)
+def test_previews_of_large_and_long_pictures(shape, size, caption, tmp_path) -> None:
+    outcome = visit_to(opened(picture(tmp_path / "x.png", shape), "picture")).solve(Choice(value=1.0))
+    drawn = draw.answer(outcome)
+    shown = re.search(r'alt="original" src="data:image/jpeg;base64,([^"]+)"', drawn)[1]
+    assert Image.open(io.BytesIO(base64.b64decode(shown))).size == size
+    assert caption in drawn
+
+
+# --- what the controls do ---------------------------------------------------------------------------------------------
+
+CONTROLS = {
+    "measure": "eps", "size": 80.0, "noise": "gaussian", "norm": "2", "order": 1.5, "seed": 0, "low": 0, "high": 1,
+    "depth": "8-bit",
+}  # fmt: skip
+
+
+class Anything:
+    """Stands in for Gradio, its components and their events: keeps what it was made with."""
+
+    def __init__(self, *given, **options) -> None:
+        self.given = options.get("value", given[0] if given else None)
+
+    def __getattr__(self, name):
+        return Anything
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
+
+
+@pytest.fixture
+def tab():
+    return explorer._Tab(Anything(), Anything(), "picture", explorer.MOST)
+
+
+def use(tab, visit, what="again", title="Coffee", **controls):
+    return getattr(tab, what)(visit, title, *(CONTROLS | controls).values())
+
+
+@pytest.mark.parametrize(
+    ("control", "given", "said"),
+    [
+        ("size", None, "the size is empty, expected a number from 0 to 1000000000"),
+        ("size", -5, "the size is -5, expected"),
+        ("size", 1e30, "the size is 1e\\+30, expected"),
+        ("size", math.nan, "the size is nan, expected"),
+        ("size", "80", "the size is 80, expected a number"),
+        ("order", 0.5, "the p of the norm is 0.5, expected a number from 1 to 50"),
+        ("order", 51, "the p of the norm is 51, expected"),
+        ("order", None, "the p of the norm is empty, expected"),
+        ("seed", None, "the seed is empty, expected a number from 0 to 9007199254740991"),
+        ("seed", 1.5, "the seed is 1.5, expected a whole number"),
+        ("seed", -1, "the seed is -1, expected"),
+        ("seed", 2**53, "the seed is 9007199254740992, expected"),
+        ("seed", 1e30, "the seed is 1e\\+30, expected"),
+        ("low", None, "the lower bound is empty, expected"),
+        ("low", 1, "the bounds are 1 and 1, expected the lower one first"),
+        ("low", 1 - 1e-12, "the bounds are 1 and 1, expected the lower one first"),
+        ("high", 1e6, "the upper bound is 1000000.0, expected a number from -100000 to 100000"),
+        ("noise", "blue", "the noise is &#x27;blue&#x27;, expected one of gaussian"),
+        ("measure", ["eps"], "the size is "),
+    ],
+)
+def test_controls_that_cannot_be(control, given, said, tab) -> None:
+    visit = Visit()
+    norm = {"norm": "any p"} if control == "order" else {}
+    shown = use(tab, visit, **norm)[1]
+    message, *rest = use(tab, visit, **norm, **{control: given})
+    assert re.search(f'class="ca-trouble" role="alert">{said}', message)
+    assert shown
+    assert [update.given for update in rest] == [None, None]  # what was shown stays
+    again = use(tab, visit, **norm)
+    assert again[0] == ""
+    assert again[1] == shown
+
+
+def size_after(tab, visit, title="Coffee", **controls):
+    """The size and the norm that are set when another control is used."""
+    changed = use(tab, visit, "anew", title, **controls)
+    return changed[1].given, changed[3].given
+
+
+@pytest.mark.parametrize("size", [80.123456, 0.0123, 400.0, 319.0, 0.0])
+def test_a_size_comes_back(size, tab) -> None:
+    visit = Visit()
+    use(tab, visit, "anew")
+    use(tab, visit, size=size)
+    for _ in range(3):
+        assert size_after(tab, visit, measure="rms") == (0.2, "2")
+        assert size_after(tab, visit) == (size, "2")
+        there, _ = size_after(tab, visit, norm="∞")
+        assert there == pytest.approx(min(size / visit.reach(Choice()), 1), rel=1e-2)
+        assert size_after(tab, visit) == (size, "2")
+        rocket, _ = size_after(tab, visit, "Rocket")
+        assert 0 < rocket < 400 or not size
+        assert size_after(tab, visit) == (size, "2")
+
+
+def test_a_norm_comes_back(tab) -> None:
+    visit = Visit()
+    use(tab, visit, "anew")
+    size_after(tab, visit, norm="∞")
+    use(tab, visit, norm="∞", size=0.25)
+    assert size_after(tab, visit, measure="snr", norm="∞") == (3.0, "2")
+    assert size_after(tab, visit, measure="eps", norm="2") == (0.25, "∞")
+    assert visit.shown.choice.p == math.inf
+
+
+def test_what_is_saved_is_what_was_shown(tab, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
+    visit = Visit()
+    for save in (tab.saved, tab.saved_code):
+        assert "nothing is shown any more" in save(visit)[0]
+    use(tab, visit, size=60.0)
+    use(tab, visit, size=-1.0)
+    use(tab, visit, "anew", "Your own")
+    outcome = coffee_outcome(value=60.0)
+    message, path = tab.saved(visit)
+    assert np.array_equal(read(Path(path)).parts[""].values, outcome.made)
+    assert message.given is None  # it is about the controls
+    assert Path(tab.saved_code(visit)[1]).read_text() == results.code(outcome)
+
+
+def test_a_file_that_does_not_fit_the_controls_stays(tab, tmp_path) -> None:
+    path = tmp_path / "black.png"
+    Image.fromarray(np.zeros((9, 9), np.uint8)).save(path)
+    visit, controls = Visit(), (CONTROLS | {"measure": "snr"}).values()
+    changed = tab.upload({"path": str(path)}, visit, "Coffee", *controls)
+    assert "all of it is 0" in changed[6]
+    assert changed[1].given == "Your own"
+    assert not path.exists()
+    assert size_after(tab, visit, "Your own", measure="rms") == (0.2, "2")
+    assert visit.shown.subject.name == "black.png"
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -355,6 +544,11 @@ def test_other_hosts_are_warned_of(monkeypatch) -> None:
     assert "warning" not in fails("--host", "127.0.0.1")
     assert "warning" not in fails("--host", "localhost")
     assert "warning: --host 0.0.0.0 lets whoever can reach this machine use the page" in fails("--host", "0.0.0.0")
+    assert "warning" not in fails("--host", "::1")
+    assert "warning" not in fails("--host", "[::1]")
+    assert "warning: --host :: lets whoever" in fails("--host", "::")
+    assert "warning: --host 2001:db8::1 lets whoever" in fails("--host", "2001:db8::1")
+    assert "--host is empty" in fails("--host", "")
     assert "--port is 70000" in fails("--port", "70000")
     assert "--max-elements is 0" in fails("--max-elements", "0")
 

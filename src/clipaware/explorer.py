@@ -47,7 +47,7 @@ OWN = "Your own"
 NORMS = {"1": 1.0, "2": 2.0, "3": 3.0, "∞": math.inf}
 ANY = "any p"
 LARGEST_P = 50.0
-LARGEST_BOUND = 1e6
+LARGEST_BOUND = 1e5  # whose 50th power is a number
 LARGEST_SEED = 2**53 - 1  # beyond, a browser's numbers skip some
 MEGABYTES = 64  # of an upload
 BESIDE = 2**20  # bytes of a request that are not the file
@@ -55,7 +55,7 @@ PORTS = range(7860, 7960)
 VISITORS = 16  # whose pictures are kept in memory
 LABELS = {"eps": "norm ε", "rms": "RMS", "snr": "SNR, dB", "psnr": "PSNR, dB"}
 RANGES = {"rms": (0.0, 0.5, 0.0005), "snr": (-10.0, 40.0, 0.05), "psnr": (0.0, 50.0, 0.05)}  # of the sliders
-TYPED = {"eps": (0.0, 1e15), "rms": (0.0, 1e6), "snr": (-100.0, 200.0), "psnr": (-100.0, 200.0)}  # what may be asked
+TYPED = {"eps": (0.0, 1e9), "rms": (0.0, 1e6), "snr": (-100.0, 200.0), "psnr": (-100.0, 200.0)}  # what may be asked
 STARTS = {"picture": "eps", "sound": "snr"}  # the measure at first
 KEPT = (300, 900)  # seconds: how often files are looked at, and how old they may get
 
@@ -276,15 +276,17 @@ class _Tab:
         answer = self._answer(visit, choice)
         if is_norm:
             visit.norm = norm
-        titles = [*BUNDLED[self.kind], *([OWN] if visit.own else [])]
         return (
-            gr.Radio(titles, value=title),
+            self._titles(visit, title),
             gr.Number(choice.value, step=step, label=f"Size: {LABELS[measure]}"),
             gr.Slider(low, high, value=choice.value, step=step),
             gr.Radio(value=norm, interactive=is_norm),
             gr.Number(visible=is_norm and norm == ANY),
             *answer,
         )
+
+    def _titles(self, visit: Visit, title: str) -> Any:
+        return self.gr.Radio([*BUNDLED[self.kind], *([OWN] if visit.own else [])], value=title)
 
     def _answer(self, visit: Visit, choice: Choice) -> tuple[str, str, str]:
         outcome = visit.solve(choice)
@@ -303,10 +305,10 @@ class _Tab:
                 own = opened(path, self.kind, self.most)
             finally:
                 _remove(path)
-            visit.own = own
+            visit.own, title = own, OWN  # which stays, even if the controls do not fit it
             visit.look_at(own)
             return None, *self._anew(visit, OWN, *controls)
-        return (None, *[skip] * 5, draw.trouble(problem[0]), skip, skip)
+        return (None, self._titles(visit, title), *[skip] * 4, draw.trouble(problem[0]), skip, skip)
 
     def saved(self, visit: Visit) -> tuple[Any, ...]:
         """The result that is shown as a file, for the browser to fetch."""
@@ -414,8 +416,7 @@ def _bytes_in(folder: Path) -> int:
 def is_loopback(host: str) -> bool:
     """Whether only this machine can connect to it."""
     with contextlib.suppress(ValueError):
-        address = ipaddress.ip_address(_bare(host))
-        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+        return ipaddress.ip_address(_bare(host)).is_loopback
     return host.lower() == "localhost"
 
 

@@ -149,7 +149,7 @@ class Outcome:
         values, delta = self.part.values[where], self.delta[where]
         low, high = self.ends
         if self.part.levels is None:
-            return np.clip(values + np.float32(self.scale) * delta, low, high)
+            return np.clip(values + self.scale * delta.astype(np.float64), low, high).astype(values.dtype)
         steps = np.floor(self.scale / self.part.step * np.abs(delta).astype(np.float64) + 0.5)
         return np.clip(values + np.copysign(steps, delta), low, high).astype(values.dtype)
 
@@ -321,5 +321,5 @@ def size_of(x: Array, measure: str, value: float, bounds: tuple[float, float]) -
     options = {"bounds": bounds} if measure == "psnr" else {}
     found = float(getattr(targets, f"eps_from_{measure}")(x, value, axis=None, **options).item())
     if measure == "snr" and found == 0:
-        raise ValueError("all of it is 0, and an SNR is relative to that")
+        raise ValueError("all of it is 0, and an SNR is relative to that; choose another size")
     return found
