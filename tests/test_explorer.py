@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import http.client
 import io
 import itertools
+import json
 import math
 import os
 import re
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -558,19 +561,17 @@ def test_other_hosts_are_warned_of(monkeypatch) -> None:
 CHROMIUM = shutil.which("chromium")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """The address of the explorer, in a process of its own, with a folder for temporary files of its own."""
+@contextlib.contextmanager
+def serving(folder, *options):
+    """The address of an explorer, in a process of its own, with a folder for temporary files of its own."""
     pytest.importorskip("gradio", reason="the explorer needs Gradio")
-    folder = tmp_path_factory.mktemp("temporary")
-    options = ["--no-browser", "--max-elements", "30000", "--max-megabytes", "1"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "clipaware.cli", "explore", *options],
+        [sys.executable, "-m", "clipaware.cli", "explore", "--no-browser", *options],
         stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(folder), "PYTHONWARNINGS": "ignore"},
     )  # fmt: skip
     try:
         said = process.stdout.readline()
-        yield re.search(r"http://\S+", said)[0].rstrip("/"), folder
+        yield re.search(r"http://\S+", said)[0].rstrip("/")
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
         assert not list(folder.glob("clipaware-explorer-*"))  # nothing is left behind
@@ -579,10 +580,17 @@ def server(tmp_path_factory):
         process.communicate()
 
 
-def status(address):
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("temporary")
+    with serving(folder, "--max-elements", "30000", "--max-megabytes", "1") as address:
+        yield address, folder
+
+
+def status(address, data=None, **headers):
     """Of what a server answers."""
     try:
-        with urllib.request.urlopen(address, timeout=30) as answer:
+        with urllib.request.urlopen(urllib.request.Request(address, data, headers), timeout=30) as answer:
             return answer.status
     except urllib.error.HTTPError as error:
         return error.code
@@ -597,6 +605,118 @@ def test_the_server_listens_to_this_machine_and_hands_out_no_files(server, tmp_p
     # Nor does it fetch anything for others.
     assert status(f"{address}/gradio_api/file=http://example.com/") == 403
     assert status(f"{address}/gradio_api/proxy=http://example.com/") == 403
+    assert status(f"{address}/gradio_api/file/http://example.com/") == 403
+    # Nor what else Gradio could do.
+    for name in ("deep_link?session_hash=a", "process_recording", "openapi.json", "run/again", "call/again", "runs"):
+        assert status(f"{address}/gradio_api/{name}") == 403
+        assert status(f"{address}/gradio_api/{name}", b"{}") == 403
+
+
+def test_the_server_answers_to_the_names_of_this_machine(server) -> None:
+    """And not to another one that somebody has given its address."""
+    address, _ = server
+    for host in ("localhost", "LOCALHOST:7860", "127.0.0.1:80", "[::1]:7860"):
+        assert status(address, Host=host) == 200
+    for host in ("example.com", "example.com:7860", "localhost.example.com", "127.0.0.1.example.com", "10.0.0.1"):
+        assert status(address, Host=host) == 403
+
+
+def sent(address, name, body):
+    """Upload bytes under a name, as browsers do; the path that they have got, or a status."""
+    start = f'--b\r\nContent-Disposition: form-data; name="files"; filename="{name}"\r\n\r\n'.encode()
+    data = start + body + b"\r\n--b--\r\n"
+    headers = {"Content-Type": "multipart/form-data; boundary=b"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(f"{address}/gradio_api/upload", data, headers)) as answer:
+            return json.loads(answer.read())[0]
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def asked_for(address, what, *values):
+    """The answer to an event of the picture's controls, as the page would send it."""
+    config = json.loads(urllib.request.urlopen(f"{address}/config").read())
+    kinds = {component["id"]: component["type"] for component in config["components"]}
+    inputs = {"upload": ["file", "state", "radio"], "again": ["state", "radio", "radio"]}[what]
+    event = next(e for e in config["dependencies"] if [kinds[i] for i in e["inputs"][:3]] == inputs)
+    body = {"data": [*values, *CONTROLS.values()], "fn_index": event["id"], "session_hash": "visitor"}
+    headers = {"Content-Type": "application/json"}
+    join = urllib.request.Request(f"{address}/gradio_api/queue/join", json.dumps(body).encode(), headers)
+    assert urllib.request.urlopen(join).status == 200
+    with urllib.request.urlopen(f"{address}/gradio_api/queue/data?session_hash=visitor", timeout=60) as lines:
+        return next(line.decode() for line in lines if b"process_completed" in line)
+
+
+def test_only_what_was_uploaded_is_read(server, tmp_path) -> None:
+    address, folder = server
+    mine = picture(tmp_path / "mine.png")
+    meta = {"meta": {"_type": "gradio.FileData"}}
+    for path in ("http://example.com/x.png", "https://127.0.0.1/x.png", "ftp://example.com/x.png", "file:///x.png"):
+        for answer in (
+            asked_for(address, "upload", {"path": path, **meta}, None, "Coffee"),
+            asked_for(address, "again", None, {"path": path, **meta}),
+        ):
+            assert "files are uploaded, not fetched from an address" in answer
+    root = next(folder.glob("clipaware-explorer-*"))
+    for path in (mine, f"{root}/../{mine.name}", "/etc/passwd", "../../etc/passwd", root.parent):
+        for more in (meta, {}, {**meta, "url": "http://example.com/x.png"}):
+            answer = asked_for(address, "upload", {"path": str(path), **more}, None, "Coffee")
+            assert '"success":false' in answer
+            assert "root:" not in answer
+    assert mine.exists()
+    # The folder itself is no picture, and is not removed.
+    assert "is no picture" in asked_for(address, "upload", {"path": str(root), **meta}, None, "Coffee")
+    assert root.is_dir()
+
+
+def test_names_and_sizes_of_uploads(server, tmp_path) -> None:
+    address, folder = server
+    body = picture(tmp_path / "mine.png").read_bytes()
+    for name in ("../../../x.png", "/etc/x.png", "a" * 3000 + ".png", "ü ☃.png", "a\x00.png"):
+        path = Path(sent(address, name, body))
+        assert folder in path.parents
+        assert path.resolve() == path
+        answer = asked_for(address, "upload", {"path": str(path), "meta": {"_type": "gradio.FileData"}}, None, "Coffee")
+        assert "data-name" in answer
+        assert not path.exists()
+    assert sent(address, "..", body) == 400
+    assert sent(address, "x.png", bytes(2**20 + 1)) == 413
+    # Of a request as a whole, before any of it is read; and without a length, none is.
+    connection = http.client.HTTPConnection(address.removeprefix("http://"))
+    for headers, refused in (({"Content-Length": str(2**40)}, 413), ({"Transfer-Encoding": "chunked"}, 411)):
+        connection.putrequest("POST", "/gradio_api/upload")
+        for name, value in headers.items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        assert connection.getresponse().status == refused
+        connection.close()
+    # What nobody looks at fills no disk.
+    for k in range(40):
+        last = sent(address, f"{k}.png", k.to_bytes(2) * 2**19)
+        if last == 507:
+            break
+    assert last == 507
+    assert 16 <= k <= 33
+    shutil.rmtree(next(folder.glob("clipaware-explorer-*")))
+    assert sent(address, "x.png", body) != 507
+
+
+def test_an_address_of_ipv6(tmp_path) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"there is no IPv6 here: {error}")
+    # As if another explorer had the first port: the next one is taken at once.
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            stack.enter_context(socket.create_server(("::1", 7860), family=socket.AF_INET6))
+        with serving(tmp_path, "--host", "::1") as address:
+            assert re.match(r"http://\[::1\]:\d+$", address)
+            assert not address.endswith(":7860")
+            assert status(address) == 200
+            assert status(address, Host="example.com") == 403
+    assert explorer._address("::", 7860) == "http://[::1]:7860/"
+    assert explorer._address("0.0.0.0", 7860) == "http://localhost:7860/"
 
 
 class Browser:
@@ -795,6 +915,94 @@ def test_downloads(visitors, server, tmp_path, monkeypatch, capsys) -> None:
     assert path.read_bytes() == made
 
 
+def test_downloads_are_what_is_shown(visitors, tmp_path) -> None:
+    page = visitors()
+    page.slide_to(60)
+    page.wait_for("asked", 60)
+    page.slide_to(-5)
+    assert "the size is -5, expected a number from 0" in page.message()
+    outcome = coffee_outcome(value=60.0)
+    assert_shows(page, outcome)
+    assert np.array_equal(read(page.download("picture-save", tmp_path)).parts[""].values, outcome.made)
+    assert page.download("picture-save-code", tmp_path).read_text() == results.code(outcome)
+    assert "the size is -5" in page.message()
+
+
+def test_numbers_that_cannot_be(visitors) -> None:
+    """They stay as they were typed, and a message says what is wrong until it is mended."""
+    page = visitors()
+    page.page.get_by_text("Seed, bounds, precision").first.click()
+    page.choose("norm", "any p")
+    page.page.locator("#picture-order").wait_for()
+    for name, typed, said, mended in (
+        ("size", "1e30", "the size is 1e+30, expected", "1000"),
+        ("size", "", "the size is empty, expected", "1000"),
+        ("order", "0.5", "the p of the norm is 0.5, expected a number from 1 to 50", "2"),
+        ("seed", "1.5", "the seed is 1.5, expected a whole number", "3"),
+        ("seed", "-1", "the seed is -1, expected", "3"),
+        ("seed", "9007199254740993", "the seed is 9007199254740992, expected", "3"),
+    ):
+        box = page.page.locator(f"#picture-{name} input")
+        box.fill(typed)
+        box.blur()
+        page.page.locator("#picture-message .ca-trouble").get_by_text(said).wait_for()
+        assert box.input_value() == typed
+        assert page.page.locator(".toast-body").count() == 0
+        box.fill(mended)
+        page.page.locator("#picture-message .ca-trouble").wait_for(state="detached")
+    page.slide_to(1e6)
+    page.page.get_by_text("is more than this noise can have").wait_for()
+
+
+def test_the_number_and_the_slider_follow_each_other(visitors) -> None:
+    page = visitors()
+    number = page.page.locator("#picture-size input")
+    slider = page.page.locator("#picture-value input[type=range]")
+    page.slide_to(80)
+    page.wait_for("asked", 80)
+    assert float(slider.input_value()) == 80
+    slider.fill("120")
+    page.wait_for("asked", 120)
+    assert float(number.input_value()) == 120
+    page.choose("norm", "∞")
+    page.page.wait_for_function("() => document.querySelector('#picture-size input').value < 1")
+    page.choose("norm", "2")
+    page.wait_for("asked", 120)
+    assert float(number.input_value()) == float(slider.input_value()) == 120
+
+
+def test_a_sign_while_it_works(visitors) -> None:
+    page = visitors()
+    sign, held = page.page.locator("#picture-busy .ca-busy"), []
+    sign.wait_for(state="hidden")
+    for size, appears in ((70, "asked, L2"), (-1, "the size is -1, expected")):
+        held.clear()
+        page.page.route("**/queue/join*", lambda route: held.append(route))
+        page.slide_to(size)
+        sign.wait_for()
+        box = sign.bounding_box()
+        assert box["width"] * box["height"] < 5000
+        assert box["x"] + box["width"] <= 1280
+        (route,) = held
+        route.continue_()
+        sign.wait_for(state="hidden")
+        page.page.unroute("**/queue/join*")
+        page.page.get_by_text(appears).first.wait_for()
+    assert page.number("asked") == 70
+
+
+def test_what_is_too_large_to_upload_is_said(visitors, tmp_path) -> None:
+    page = visitors()
+    (tmp_path / "large.png").write_bytes(bytes(2**20 + 1))
+    page.upload(tmp_path / "large.png")
+    page.page.get_by_text(
+        re.compile("exceeds? the maximum|maximum allowed size|too large", re.IGNORECASE)
+    ).first.wait_for()
+    assert_shows(page, coffee_outcome(value=page.number("asked")))
+    page.upload(picture(tmp_path / "mine.png"))
+    page.page.locator("#picture-title").get_by_text("Your own").wait_for()
+
+
 def test_the_sound_tab(visitors, tmp_path) -> None:
     page = visitors()
     page.page.get_by_role("tab", name="Sound").click()
@@ -829,4 +1037,8 @@ def test_the_page_fits_the_window(width, visitors, tmp_path) -> None:
         assert box["x"] >= 0
         assert box["x"] + box["width"] <= width
         assert box["width"] > 140
-    assert page.page.screenshot(full_page=True).startswith(b"\x89PNG")
+    page.page.get_by_role("tab", name="Sound").click()
+    page.page.wait_for_selector("#sound-answer .ca-value", timeout=60_000)
+    for card in page.page.locator("#sound-answer .ca-card").all():
+        box = card.bounding_box()
+        assert box["x"] + box["width"] <= width - 16
