@@ -544,6 +544,8 @@ def explore(
     most = explorer.MOST if max_elements is None else at_least(max_elements, 1, "--max-elements")
     if port is not None and not 0 < port < 2**16:
         raise CommandError(f"--port is {port}, expected a number from 1 to 65535")
+    if not host:
+        raise CommandError("--host is empty, expected an address or a name")
     if not explorer.is_loopback(host):
         show.error(f"warning: --host {host} lets whoever can reach this machine use the page; it asks for no password")
     try:
