@@ -128,7 +128,7 @@ def _tiffs() -> Iterator[tuple[str, bytes]]:
 
     rng = np.random.default_rng(1)
     bytewise = rng.integers(0, 256, (16, 32, 3), np.uint8)
-    for name, values, options in (
+    files: Any = (
         ("plain", bytewise, {"photometric": "rgb"}),
         ("zlib", bytewise, {"photometric": "rgb", "compression": "zlib", "predictor": True}),
         ("tiles", bytewise[..., 0], {"tile": (16, 16), "compression": "zlib"}),
@@ -139,7 +139,8 @@ def _tiffs() -> Iterator[tuple[str, bytes]]:
         ("big", bytewise[..., 0], {"bigtiff": True}),
         ("other_end", bytewise[..., 0].astype(np.uint16), {"byteorder": ">"}),
         ("packbits", bytewise[..., 0], {"compression": "packbits"}),
-    ):
+    )
+    for name, values, options in files:
         file = io.BytesIO()
         try:
             tifffile.imwrite(file, values, **{"metadata": None, **options})

@@ -209,6 +209,7 @@ def _read_npy(path: Path, file: Any, length: int, most: int, before: int) -> Arr
         raise FileError(f"{path}: is damaged: it says to have the shape {shape}")
     not_too_large(path, shape, most, before)
     size = math.prod(shape) * dtype.itemsize
+    length -= start.tell()
     if size > length:
         raise FileError(f"{path}: is cut off: {length:,} bytes for an array of shape {shape} and dtype {dtype}")
     data = start.read(size)

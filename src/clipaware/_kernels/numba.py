@@ -53,7 +53,7 @@ LONG = 2**18  # rows from this length on are swept by several threads
 LARGE = 2**17  # elements that are worth a thread; batches of twice as many are split
 TABLE = 2**16  # powers that a table of them may have
 PIECE = 2**19  # elements that a thread takes at a time, unless there are fewer; between two, Ctrl-C is heard
-HUGE = 2**22  # rows from this length on are swept in parts by one thread, too, each at most so long
+HUGE = 2**22  # rows from this length on are swept in parts by one thread, too
 
 
 def launch(kernel: Any, *arguments: Any) -> Any:
@@ -186,7 +186,7 @@ def _solve_long(
 ) -> None:
     """Few long rows: one after the other, each sweep in parts."""
     n, states = x.shape[1], np.zeros(2, STATE)
-    pieces = max(4 * threads.count(), n // HUGE)
+    pieces = max(4 * threads.count(), n // PIECE)
     edges = [n * k // pieces // LANE * LANE for k in range(pieces)] + [n]
     found = np.empty((pieces, 4))
     for i in range(x.shape[0]):
@@ -244,7 +244,8 @@ def vjp(
         ]
         found = tuple(mine), bound_sums[part], eps_bar[part]
         arrays = *problem, *bounds, *per_row, *pulled, *found, rules, ORDERS.get(p, ANY_ORDER)
-        threads.run(partial(launch_rows, pull_rows, arrays), split(height, n))
+        work = partial(threads.run, partial(launch_rows, pull_rows, arrays), split(height, n))
+        threads.run_apart(work) if n >= HUGE else work()
         if not direct:
             with np.errstate(over="ignore"):  # in float16
                 for bar, some_of_it in zip(bars, mine, strict=True):

@@ -94,6 +94,26 @@ def run(work: Callable[[Any], None], pieces: Sequence[Any]) -> None:
     return None
 
 
+def run_apart(work: Callable[[], None]) -> None:
+    """Call `work`, which may take long, where Ctrl-C is heard while it does: then it is left to end by itself."""
+    if threading.current_thread() is not threading.main_thread():
+        return work()  # of which nobody else is interrupted
+    from concurrent.futures import Future
+
+    done: Future[None] = Future()
+
+    def working() -> None:
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=working, name="clipaware", daemon=True).start()
+    return done.result()
+
+
 def _submitted(work: Callable[[], None], most: int) -> list[Future[None]]:
     """What threads that nobody uses have been given to do: nothing, if there are none."""
     global _pool
