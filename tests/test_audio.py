@@ -91,7 +91,7 @@ def test_bad_sounds(tmp_path):
         "silent.wav": "has no samples",
         "flac.wav": "is a FLAC file, and its name says WAV",
         "empty.wav": "the file is empty",
-        "text.wav": "cannot be read as WAV",
+        "text.wav": "is no WAV file, though its name says so",
         "cut.flac": "cut off|cannot be read",
         "none.wav": "there is no such file",
     }.items():

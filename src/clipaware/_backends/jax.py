@@ -18,7 +18,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import lru_cache, partial
 from itertools import count
 from typing import Any
 
@@ -384,7 +384,7 @@ def _solved_here(
         return v.astype(x.dtype).reshape(shape), *numbers
 
 
-@cache
+@lru_cache(maxsize=256)
 def _solver(p: float, mode: str, write: bool, samples: int, wide: Any) -> Callable[..., tuple[Array, ...]]:
     """The solver of traced arrays: under vmap one more dimension is more rows, and loops and conditions stay one."""
     here = partial(_solved_here, p=p, mode=mode, write=write, samples=samples, wide=wide)
@@ -473,7 +473,7 @@ def _moved_here(names: mesh.Names, *arrays: Array, p: float, samples: int) -> tu
         return v_dot.reshape(shape), eta_dot.reshape(kept)
 
 
-@cache
+@lru_cache(maxsize=256)
 def _mover(p: float, samples: int) -> Callable[..., tuple[Array, ...]]:
     return mesh.distributed(partial(_moved_here, p=p, samples=samples))
 
@@ -565,7 +565,7 @@ def _reached(*problem: Array, p: float, samples: int) -> Array:
     return found
 
 
-@cache
+@lru_cache(maxsize=256)
 def _reacher(p: float, samples: int, wide: Any) -> Callable[..., tuple[Array, ...]]:
     return _folding(mesh.distributed(partial(_reached_here, p=p, samples=samples, wide=wide)), 2)
 
@@ -599,7 +599,7 @@ def _summed_up(*problem: Array, p: float, samples: int) -> tuple[Array, ...]:
     return _summer(p, samples, _wide())(*problem)
 
 
-@cache
+@lru_cache(maxsize=256)
 def _summer(p: float, samples: int, wide: Any) -> Callable[..., tuple[Array, ...]]:
     return _folding(mesh.distributed(partial(_summed_up_here, p=p, samples=samples, wide=wide)), 2)
 
@@ -645,7 +645,7 @@ def _pulled(*arrays: Array, p: float, samples: int, shapes: tuple[Any, ...]) -> 
     return _puller(p, samples, shapes, arrays[5].dtype == jnp.float64)(*arrays)
 
 
-@cache
+@lru_cache(maxsize=256)
 def _puller(p: float, samples: int, shapes: tuple[Any, ...], x64: bool) -> Callable[..., tuple[Array, ...]]:
     """Gradients, which can be differentiated themselves, operation by operation."""
     here = partial(_pulled_here, p=p, samples=samples, shapes=shapes, x64=x64)

@@ -221,7 +221,7 @@ def is_array(a: Any) -> bool:
     return isinstance(a, (np.ndarray, np.generic)) and not isinstance(a, np.ma.MaskedArray)
 
 
-@cache
+@lru_cache(maxsize=64)
 def _name(dtype: Any) -> str:
     return str(dtype)
 
