@@ -5,6 +5,8 @@
 # make linkcheck   links to other sites: needs a network
 # make dist        wheel and sdist in dist/, checked, installed and tested in a fresh environment
 # make bench       set up, and measure (writes benchmarks/results/)
+# make mutants     set up, and see whether the tests find deliberate faults (writes mutants/report.csv): FAULTS='triton'
+# make versions    try the oldest and newest versions that the extras allow (writes docs/versions.csv): ENVIRONMENTS='jax'
 
 PYTHON ?= python3
 EXTRA ?= none
@@ -19,7 +21,7 @@ SPHINX := $(BIN)/python -m sphinx -W --keep-going -q -d docs/_build/doctrees
 # Of the suite, what dist runs. All of it: make dist DIST_TESTS='tests --pyargs clipaware'
 DIST_TESTS ?= tests/test_package.py tests/test_project.py tests/test_errors.py tests/test_targets.py tests/test_images.py tests/test_explorer.py
 
-.PHONY: demo test test-extra docs linkcheck dist bench lint clean
+.PHONY: demo test test-extra docs linkcheck dist bench mutants versions lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -89,6 +91,12 @@ dist: $(VENV)/dev.stamp
 
 bench: $(VENV)/dev.stamp
 	$(BIN)/python -m benchmarks
+
+mutants: $(VENV)/dev.stamp $(TRITON)/dev.stamp
+	$(BIN)/python -m mutants $(FAULTS)
+
+versions:
+	$(PYTHON) versions.py $(ENVIRONMENTS)
 
 clean:
 	rm -rf $(VENV) .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis clipaware-demo dist docs/_build docs/gallery docs/api/generated
