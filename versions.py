@@ -42,9 +42,7 @@ class Extra(NamedTuple):
 EXTRAS = {
     "numpy": Extra("", f"{SHARED} tests/test_inputs.py tests/test_rounding.py -k 'numpy {FEWER}'"),
     "numba": Extra("numba", f"{SHARED} tests/test_kernels.py -k '(numpy and not operations or kernels) {FEWER}'"),
-    "torch": Extra(
-        "torch", f"{SHARED} tests/test_torch.py tests/test_distributed.py -k 'torch {FEWER}'", "numba", True
-    ),
+    "torch": Extra("torch", f"{SHARED} tests/test_torch.py -k 'torch {FEWER}'", "numba", torch=True),
     "jax": Extra("jax", f"{SHARED} tests/test_jax.py tests/test_jax_sharding.py -k 'jax {FEWER}'", "numba"),
     "tensorflow": Extra("tensorflow", f"{SHARED} tests/test_tensorflow.py -k 'tensorflow {FEWER}'", "numba"),
     "array-api": Extra("array-api", f"{SHARED} tests/test_array_api.py -k 'array {FEWER}'", "array-api-strict"),
@@ -55,6 +53,8 @@ EXTRAS = {
     "explorer": Extra("explorer", "tests/test_explorer.py", "playwright"),
     "training": Extra("attacks,training", "tests/test_attacks.py tests/test_adversarial_noise.py"),
 }
+
+OTHER = Extra("numba", f"{SHARED} -k 'numpy and not operations {FEWER}'")  # for other Pythons
 
 
 def lower_bounds(extras: str) -> list[str]:
@@ -95,7 +95,7 @@ def interpreter(version: str) -> str | None:
 def environments() -> dict[str, tuple[Extra, str, str]]:
     """By name: what to install, how old, and the Python."""
     found = {f"{name}, {age}": (extra, age, "") for name, extra in EXTRAS.items() for age in ("oldest", "newest")}
-    return found | {f"Python {version}": (EXTRAS["numba"], "newest", version) for version in LATER}
+    return found | {f"Python {version}": (OTHER, "newest", version) for version in LATER}
 
 
 def tried(extra: Extra, age: str, version: str, folder: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import shlex
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 if not (ROOT / "src").is_dir():
     pytest.skip("here is but an installed package", allow_module_level=True)
 
-from mutants.__main__ import CODE, changed  # noqa: E402
+from mutants.__main__ import CODE, REPORT, SURVIVED, changed  # noqa: E402
 from mutants.faults import FAULTS, Fault  # noqa: E402
 
 
@@ -48,3 +49,10 @@ def test_a_list_that_no_longer_fits_is_refused(before, times):
     fault = Fault("some fault", "some.py", before, "there", "tests/test_values.py")
     with pytest.raises(SystemExit, match=f"some.py: .* is there {times} times, expected once"):
         changed(fault, "here = here")
+
+
+def test_the_report_has_found_them_all():
+    with REPORT.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["fault"], row["file"]) for row in rows] == [(fault.name, fault.file) for fault in FAULTS]
+    assert [row["fault"] for row in rows if row["found by"] == SURVIVED] == []
