@@ -8,6 +8,8 @@
 # make load        64 threads for five minutes, then a million small calls
 # make fuzz        damaged files for five minutes: SEED=0
 # make audit       known vulnerabilities of what is pinned: needs a network
+# make mutants     set up, and see whether the tests find deliberate faults (writes mutants/report.csv): FAULTS='triton'
+# make versions    try the oldest and newest versions that the extras allow (writes docs/versions.csv): ENVIRONMENTS='jax'
 
 PYTHON ?= python3
 EXTRA ?= none
@@ -23,7 +25,7 @@ SPHINX := $(BIN)/python -m sphinx -W --keep-going -q -d docs/_build/doctrees
 # Of the suite, what dist runs. All of it: make dist DIST_TESTS='tests --pyargs clipaware'
 DIST_TESTS ?= tests/test_package.py tests/test_project.py tests/test_errors.py tests/test_targets.py tests/test_images.py tests/test_explorer.py
 
-.PHONY: demo test test-extra docs linkcheck dist bench load fuzz audit lint clean
+.PHONY: demo test test-extra docs linkcheck dist bench load fuzz audit mutants versions lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -106,6 +108,12 @@ audit:
 	$(PYTHON) -m venv .venv-audit
 	.venv-audit/bin/python $(INSTALL) pip-audit
 	.venv-audit/bin/pip-audit --no-deps -r requirements-dev.txt -r requirements-docs.txt
+
+mutants: $(VENV)/dev.stamp $(TRITON)/dev.stamp
+	$(BIN)/python -m mutants $(FAULTS)
+
+versions:
+	$(PYTHON) versions.py $(ENVIRONMENTS)
 
 clean:
 	rm -rf $(VENV) .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis clipaware-demo dist load-found docs/_build docs/gallery docs/api/generated

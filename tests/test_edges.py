@@ -58,6 +58,15 @@ def test_eps_zero(be, p):
     np.testing.assert_allclose(eps_bar, slope, rtol=1e-6)
 
 
+def test_slope_of_equal_elements(be):
+    """For p = inf several elements share the weight, and eta is eps over their size all the same."""
+    delta, x = np.array([2.0, -2.0, 1.0, 2.0, 0.0]), np.full(5, 0.5)
+    found = gradients(be, x, delta, 0.2, p=math.inf)
+    np.testing.assert_allclose(found[2], (G * delta).sum() / 2, rtol=1e-12)
+    shared = (G * delta).sum() / 2 / 3
+    np.testing.assert_allclose(found[1], 0.1 * (G - np.array([1, -1, 0, 1, 0]) * shared), rtol=1e-12)
+
+
 @pytest.mark.parametrize("p", ORDERS)
 def test_no_room_at_all(be, p):
     x, delta = np.array([0.0, 1.0, 0.5]), np.array([-1.0, 2.0, 0.0])
