@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton import knobs  # an ImportError where Triton is too old, as if there were none
 
 from clipaware import _math
 
 Array = Any
 
-INTERPRETED = triton.knobs.runtime.interpret
+INTERPRETED = knobs.runtime.interpret
 
 INF = tl.constexpr(math.inf)
 REGULAR = tl.constexpr(_math.REGULAR)
