@@ -391,6 +391,9 @@ def test_after_an_error_no_more_is_begun():
             threads.run(work, range(1000))
         assert len(begun) <= 3
         release.set()
+        for future in threads._busy:
+            future.result()
+        assert len(begun) <= 3
         for _ in range(20):
             done = []
             threads.run(done.append, range(50))
@@ -460,6 +463,33 @@ def test_ctrl_c_in_a_long_row(number):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert (done.stdout, done.stderr) == ("interrupted\n", "")
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_no_compiled_call_is_long(number, monkeypatch):
+    """Between two of them Ctrl-C is heard."""
+    pytest.importorskip("numba", reason="Numba is not installed")
+    from clipaware._kernels import numba
+
+    launch, sizes = numba.launch, []
+
+    def launched(kernel, *arguments):
+        if kernel is numba.sweep_part:
+            sizes.append(arguments[7] - arguments[6])
+        elif kernel is numba.solve_rows:
+            sizes.append((arguments[-1] - arguments[-2]) * arguments[0].shape[1])
+        return launch(kernel, *arguments)
+
+    monkeypatch.setattr(numba, "launch", launched)
+    ca.set_threads(number)
+    try:
+        for shape in ((1, 2**23), (400, 10**4)):
+            ca.perturb(np.full(shape, 0.5, np.float32), np.full(shape, 0.3, np.float32), 1.0)
+            assert len(sizes) > 5
+            assert max(sizes) < 2**20 + 2**14
+            sizes.clear()
+    finally:
+        ca.set_threads(None)
 
 
 def test_the_end_of_the_interpreter_during_calls():
