@@ -5,6 +5,7 @@
 # make linkcheck   links to other sites: needs a network
 # make dist        wheel and sdist in dist/, checked, installed and tested in a fresh environment
 # make bench       set up, and measure (writes benchmarks/results/)
+# make torture     set up, and try hostile inputs: MINUTES=10, SEED=0, BACKENDS=numpy,torch (all that are installed)
 # make load        64 threads for five minutes, then a million small calls
 # make fuzz        damaged files for five minutes: SEED=0
 # make audit       known vulnerabilities of what is pinned: needs a network
@@ -13,7 +14,9 @@
 
 PYTHON ?= python3
 EXTRA ?= none
+MINUTES ?= 10
 SEED ?= 0
+BACKENDS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 TRITON := .venv-triton
@@ -25,7 +28,7 @@ SPHINX := $(BIN)/python -m sphinx -W --keep-going -q -d docs/_build/doctrees
 # Of the suite, what dist runs. All of it: make dist DIST_TESTS='tests --pyargs clipaware'
 DIST_TESTS ?= tests/test_package.py tests/test_project.py tests/test_errors.py tests/test_targets.py tests/test_images.py tests/test_explorer.py
 
-.PHONY: demo test test-extra docs linkcheck dist bench load fuzz audit mutants versions lint clean
+.PHONY: demo test test-extra docs linkcheck dist bench torture load fuzz audit mutants versions lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -95,6 +98,9 @@ dist: $(VENV)/dev.stamp
 
 bench: $(VENV)/dev.stamp
 	$(BIN)/python -m benchmarks
+
+torture: $(VENV)/dev.stamp
+	$(BIN)/python -m torture --minutes $(MINUTES) --seed $(SEED) --backends '$(BACKENDS)' --keep
 
 load: $(VENV)/dev.stamp
 	$(BIN)/python -m load

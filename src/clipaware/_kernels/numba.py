@@ -68,7 +68,7 @@ def launch(kernel: Any, *arguments: Any) -> Any:
 def rules_for(n: int, p: float, task: int, mode: str, write: bool, grid: int, single: bool, final: bool) -> Array:
     numerics = SINGLE if single else DOUBLE
     settled = LOOSE if single and write else numerics.settled
-    limits = numerics.ulp, numerics.tiny, settled, numerics.settled, numerics.close
+    limits = numerics.ulp, numerics.tiny, settled, numerics.settled, numerics.close, numerics.least
     return np.array([(n, task, MODES[mode], write, grid, single, final, p, *limits)], RULES)
 
 

@@ -34,6 +34,7 @@ INF = tl.constexpr(math.inf)
 REGULAR = tl.constexpr(_math.REGULAR)
 ZERO = tl.constexpr(_math.ZERO)
 AT_ZERO = tl.constexpr(_math.AT_ZERO)
+HALVE_FROM = tl.constexpr(_math.HALVE_FROM)
 UNREACHABLE = tl.constexpr(_math.UNREACHABLE)
 HELD = tl.constexpr(_math.HELD)
 SLACK = tl.constexpr(_math.SLACK)
@@ -407,8 +408,8 @@ def _polished(
         closed = inside & ((K <= lo) | (K >= hi))
         count += 1
         going = ~closed & (gap > close + 1 - edge) & (count < POLISH_PASSES)
-        stride = tl.minimum(2 * stride, 1e9)
-        halving = ~halving
+        stride = tl.minimum(4 * stride, 1e18)
+        halving = ~halving | (count > HALVE_FROM)
         if going:
             total, _ = _pass(held, row, n, K, inv, corner, P, NORM, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
             norm = _root(total, P) / size
