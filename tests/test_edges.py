@@ -445,3 +445,20 @@ def test_nearest_of_a_coarse_grid_for_a_large_order(be, p):
     v = be.perturb(x, delta, 1.3e-3, p=p, dtype="float16")
     moved = norm64(v.astype(float), x, p)[0]
     assert abs(moved - 1.3e-3) <= 2.5e-4
+
+
+def test_breakpoints_over_three_hundred_orders(be):
+    """In units of the largest of delta, the last breakpoints are larger than any number."""
+    rng = np.random.default_rng(0)
+    delta = 10.0 ** rng.uniform(-150, 150, (1, 2600)) * rng.choice([-1, 1], (1, 2600))
+    x = np.zeros_like(delta)
+    for eps in (20.0, 35.0, 45.0):
+        eta = float(be.rescale(x, delta, eps, bounds=(-1, 1))[0, 0])
+        with np.errstate(over="ignore"):
+            np.testing.assert_allclose(norm64(np.clip(eta * delta, -1, 1), x, 2)[0], eps, rtol=1e-13)
+
+
+def test_report_of_naive_scales_beyond_all_numbers(be):
+    x, delta = np.zeros((1, 2)), np.array([[1e-10, -5e-11]])
+    found = ca.report(be.array(x, "float64"), be.array(delta, "float64"), 1e300, p=math.inf, bounds=(-np.inf, np.inf))
+    np.testing.assert_allclose(np.asarray(be.numpy(found.naive_norm), float), 1e300, rtol=1e-13)

@@ -723,7 +723,7 @@ def summary(rows: Rows, v: Array, n: int) -> tuple[Array, Array, Array]:
     still = (rows.top <= 0) | at_zero
     rows = rows._replace(eps=be.where(at_zero, 1.0, rows.eps), top=be.where(rows.top > 0, rows.top, 1.0))
     passes = Passes(rows)
-    K = passes.naive()[0] / passes.inv if p < math.inf else rows.eps / rows.top * passes.m
+    K = passes.naive()[0] / passes.inv if p < math.inf else rows.eps * (passes.m / rows.top)
     K = be.where(still, 0.0, K)
 
     def norm(array: Callable[[Any, Block], Array]) -> Array:

@@ -651,7 +651,8 @@ def settle(s, A, C, rules):
         s.lo = max(s.lo, root)
     closed = s.hi <= s.lo * (1 + rules.tight)
     s.C = C
-    bisect = s.hi < HUGE and left and s.count >= NEWTON_PASSES and not closed
+    # A bracket may reach further than numbers do.
+    bisect = (s.bracketed or s.hi < HUGE) and left and s.count >= NEWTON_PASSES and not closed
     if arrived:
         # From the left no step goes back: what would is rounding, which a flat slope makes much of.
         s.T = max(root, T) if left else root

@@ -173,10 +173,10 @@ def _number(a, where):
 
 
 @triton.jit
-def _budget(eps, where):
-    """An eps; 0 if so small that it has no reciprocal."""
+def _budget(eps, where, DOUBLE: tl.constexpr):
+    """An eps; 0 if so small that it has no reciprocal, or is none of the normal numbers of the elements."""
     e = _number(eps, where)
-    return tl.where((e > 0) & (e < 1e-290), 0.0, e)
+    return tl.where((e > 0) & (e < (1e-290 if DOUBLE else 2.0**-126)), 0.0, e)
 
 
 @triton.jit
@@ -520,15 +520,15 @@ def _solve_rows(
             return
     elif WRITE and MODE == 0 and P < 5 and not (DOUBLE or HALF):
         DTYPE: tl.constexpr = v.dtype.element_ty
-        e = _budget(eps, index * eps_row)
+        e = _budget(eps, index * eps_row, False)
         K = _solve_plainly(row, n, v + index * n, e, P, LOW, UP, DTYPE, TILE, TILES, EVEN)
         if K == K:
             tl.store(eta + index, K)
             tl.store(status + index, REGULAR)
             return
     _solve_carefully(
-        row[0], row[1], row[2], row[3], _budget(eps, index * eps_row), n, v + index * n, eta + index, status + index,
-        P, MODE, WRITE, DOUBLE, HALF, LOW, UP, BLOCK, HOLDS,
+        row[0], row[1], row[2], row[3], _budget(eps, index * eps_row, DOUBLE), n, v + index * n, eta + index,
+        status + index, P, MODE, WRITE, DOUBLE, HALF, LOW, UP, BLOCK, HOLDS,
     )  # fmt: skip
 
 
@@ -675,7 +675,7 @@ def _start(
     """Where to look for c, and how far around: from a sample of contiguous runs of the row."""
     index = tl.program_id(0).to(tl.int64)
     tl.store(counts + index * 4, 0)
-    e = _budget(eps, index * eps_row)
+    e = _budget(eps, index * eps_row, DOUBLE)
     fine = (e > 0) & (e < INF)
     inv, target = _units(tl.where(fine, e, 1.0), P, DOUBLE)
     tl.store(state + index * STATE + INV, inv.to(tl.float64))
@@ -808,7 +808,7 @@ def _nodes(
         else:
             found += some
     totals = tl.max(found, axis=1) if P == INF else tl.sum(found, axis=1)
-    e = _budget(eps, index * eps_row)
+    e = _budget(eps, index * eps_row, DOUBLE)
     inv, target = _units(e, P, DOUBLE)
     share = target * 0 + 1
     if P == INF:
@@ -934,7 +934,7 @@ def _rounds(
         some = tl.load(there, mask=(where < parts)[None, :] & (i >= 0)[:, None], other=0.0, cache_modifier=".cg")
         found = tl.maximum(found, some) if P == INF else found + some
     totals = tl.max(found, axis=1) if P == INF else tl.sum(found, axis=1)
-    inv, target = _units(_budget(eps, index * eps_row), P, False)
+    inv, target = _units(_budget(eps, index * eps_row, False), P, False)
     norms = _root(totals, P) / _root(target, P)
     scales = first.to(tl.float64) * rests.to(tl.float64)
     limit = target * 0 + 1 - 1e-7 if MODE == 1 else target * 0 + INF
@@ -1091,7 +1091,7 @@ def _write(
             most = tl.load(there + 2 * parts, mask=where < parts, other=0.0, cache_modifier=".cg")
             ceilings = tl.maximum(ceilings, most)
     c, K = tl.load(state + SCALE), tl.load(state + KEPT)
-    inv, target = _units(_budget(eps, index * eps_row), P, DOUBLE)
+    inv, target = _units(_budget(eps, index * eps_row, DOUBLE), P, DOUBLE)
     free = c / inv.to(tl.float64)  # the scale without regard to the mode
     held = (free > 1) if AT_MOST else ((free < 1) if MODE == 2 else free < 0)
     if WRITE:
@@ -1248,7 +1248,7 @@ def _pull_store(
 
 @triton.jit
 def _pull_scalars(eps, eps_row, eta, status, index, DOUBLE: tl.constexpr):
-    e, k, code = _budget(eps, index * eps_row), tl.load(eta + index), tl.load(status + index)
+    e, k, code = _budget(eps, index * eps_row, DOUBLE), tl.load(eta + index), tl.load(status + index)
     regular = code == REGULAR
     some = tl.where(k == k, k, 0.0)
     inv = tl.where(regular, 1 / tl.where(regular & (e > 0), e, 1.0), 0.0)
