@@ -108,8 +108,8 @@ FAULTS = [
     Fault(
         "the polish goes the wrong way",
         "_math.py",
-        "outward = rounded(be.maximum(K * be.where(above, 1 - reach, 1 + reach), 0.0))",
-        "outward = rounded(be.maximum(K * be.where(above, 1 + reach, 1 - reach), 0.0))",
+        "outward = be.minimum(K * be.where(above, 1 - reach, 1 + reach), rows.numerics.far)",
+        "outward = be.minimum(K * be.where(above, 1 + reach, 1 - reach), rows.numerics.far)",
         POLISH,
     ),
     Fault(

@@ -14,7 +14,6 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 
-import clipaware as ca
 from torture.cases import Profile
 
 Array = Any
@@ -28,7 +27,6 @@ class Backend:
     make: Callable[[Array], Any]  # from NumPy's array, of whatever layout
     fetch: Callable[[Any], Array]
     profile: Profile = field(default_factory=Profile)
-    gradients: Callable[..., list[Array]] | None = None  # by the framework itself, of sum(g*perturb(...))
     alone: bool = True  # whether a row alone gives the same bits as in a batch
     enter: Callable[[], Any] = ExitStack
     counts: bool = False  # whether passes can be counted
@@ -76,13 +74,7 @@ def _torch(name: str = "torch", device: str = "cpu", **options: Any) -> Backend:
     (torch,) = needs("torch")
     make = partial(_torch_made, torch, device)
 
-    def gradients(x: Any, delta: Any, eps: Any, lower: Any, upper: Any, g: Any, **settings: Any) -> list[Array]:
-        inputs = [a.clone().requires_grad_() for a in (x, delta, eps, lower, upper)]
-        v = ca.perturb(*inputs[:3], bounds=tuple(inputs[3:]), **settings)
-        v.backward(g)
-        return [_torch_fetched(torch, a.grad) for a in inputs]
-
-    return Backend(name, make, partial(_torch_fetched, torch), gradients=gradients, **options)
+    return Backend(name, make, partial(_torch_fetched, torch), **options)
 
 
 def _torch_operations() -> Backend:
@@ -94,7 +86,7 @@ def _cuda() -> Backend:
     (torch,) = needs("torch")
     if not torch.cuda.is_available():
         raise ImportError("PyTorch finds no GPU")
-    return _torch("cuda", "cuda", alone=False, profile=Profile(most_rows=256))
+    return _torch("cuda", "cuda", alone=False, profile=Profile(most_rows=256, few_orders=True))
 
 
 def _jax(name: str = "jax", x64: bool = True, **options: Any) -> Backend:
@@ -103,13 +95,6 @@ def _jax(name: str = "jax", x64: bool = True, **options: Any) -> Backend:
     def make(a: Array) -> Any:
         return numpy.asarray(np.array(a))
 
-    def gradients(x: Any, delta: Any, eps: Any, lower: Any, upper: Any, g: Any, **settings: Any) -> list[Array]:
-        def perturb(x: Any, delta: Any, eps: Any, lower: Any, upper: Any) -> Any:
-            return ca.perturb(x, delta, eps, bounds=(lower, upper), **settings)
-
-        _, pull = jax.vjp(perturb, x, delta, eps, lower, upper)
-        return [np.asarray(bar) for bar in pull(g)]
-
     def enter() -> Any:
         stack = ExitStack()
         stack.enter_context(jax.enable_x64(x64))
@@ -117,7 +102,7 @@ def _jax(name: str = "jax", x64: bool = True, **options: Any) -> Backend:
             stack.enter_context(patched("clipaware._backends.jax", _at_hand=lambda *arrays: False))
         return stack
 
-    return Backend(name, make, np.asarray, gradients=gradients, enter=enter, **options)
+    return Backend(name, make, np.asarray, enter=enter, **options)
 
 
 def _jax_operations() -> Backend:
@@ -137,14 +122,7 @@ def _jax32_operations() -> Backend:
 def _tensorflow(name: str = "tensorflow", **options: Any) -> Backend:
     (tf,) = needs("tensorflow")
 
-    def gradients(x: Any, delta: Any, eps: Any, lower: Any, upper: Any, g: Any, **settings: Any) -> list[Array]:
-        inputs = [x, delta, eps, lower, upper]
-        with tf.GradientTape() as tape:
-            tape.watch(inputs)
-            v = ca.perturb(*inputs[:3], bounds=tuple(inputs[3:]), **settings)
-        return [a.numpy() for a in tape.gradient(v, inputs, g)]
-
-    return Backend(name, lambda a: tf.constant(np.array(a)), lambda a: a.numpy(), gradients=gradients, **options)
+    return Backend(name, lambda a: tf.constant(np.array(a)), lambda a: a.numpy(), **options)
 
 
 def _tensorflow_operations() -> Backend:
