@@ -102,11 +102,12 @@ def page(most: int = MOST) -> Any:
     gr = gradio()
 
     class Page(gr.Blocks):  # type: ignore[misc, name-defined]
-        """Gradio would fetch whatever address stands where a file's path is expected, in any control's value."""
+        """Gradio would fetch whatever address stands for a file, in any control's value, and keep a folder's path as
+        that of a file to be removed."""
 
         async def preprocess_data(self, block_fn: Any, inputs: list[Any], *others: Any, **more: Any) -> Any:
-            if _addresses(inputs):
-                raise gr.Error("files are uploaded, not fetched from an address", print_exception=False)
+            if _no_file(inputs):
+                raise gr.Error("only what was uploaded is read, and nothing is fetched", print_exception=False)
             return await super().preprocess_data(block_fn, inputs, *others, **more)
 
     with Page(title="clipaware explorer", analytics_enabled=False, delete_cache=KEPT) as blocks:
@@ -361,11 +362,12 @@ def _remove(upload: Path) -> None:
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
-def _addresses(data: Any) -> bool:
-    """Whether the path of a file is an address, anywhere in what a browser sent."""
+def _no_file(data: Any) -> bool:
+    """Whether the path of a file is an address or a folder, anywhere in what a browser sent."""
     if isinstance(data, dict):
-        return "://" in str(data.get("path")) or _addresses(list(data.values()))
-    return isinstance(data, list) and any(_addresses(item) for item in data)
+        path = str(data.get("path"))
+        return "://" in path or os.path.isdir(path) or _no_file(list(data.values()))
+    return isinstance(data, list) and any(_no_file(item) for item in data)
 
 
 class _Guard:
