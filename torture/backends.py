@@ -89,6 +89,27 @@ def _cuda() -> Backend:
     return _torch("cuda", "cuda", alone=False, profile=Profile(most_rows=256, few_orders=True))
 
 
+def _triton() -> Backend:
+    """The GPU's kernels in Triton's interpreter: ``TRITON_INTERPRET=1``, and no TensorFlow."""
+    kernels, interpreter = needs("clipaware._kernels.triton", "triton.runtime.interpreter")
+    if not kernels.INTERPRETED:
+        raise ImportError("Triton does not interpret: TRITON_INTERPRET=1")
+
+    def splat(self: Any, kind: Any, a: Any) -> Any:
+        """Its own makes integers of truth values."""
+        return interpreter.TensorHandle(np.full(kind.shape, a.data.ravel()[0], a.data.dtype), a.dtype.scalar)
+
+    def enter() -> Any:
+        stack, no = ExitStack(), {"_numpy_can": lambda x: False, "values_of": lambda a: None}
+        stack.enter_context(patched("clipaware._backends.torch", _kernels_of=lambda x: kernels, **no))
+        stack.enter_context(mock.patch.object(interpreter.InterpreterBuilder, "create_splat", splat))
+        return stack
+
+    # Its rounding to bfloat16 is not a GPU's.
+    profile = Profile(("float16", "float32", "float64"), longest=2000, most_rows=8)
+    return _torch("triton", enter=enter, alone=False, profile=profile)
+
+
 def _jax(name: str = "jax", x64: bool = True, **options: Any) -> Backend:
     jax, numpy = needs("jax", "jax.numpy")
 
@@ -176,6 +197,7 @@ LOADERS: dict[str, Callable[[], Backend]] = {
     "dask": _dask,
     "dask-batch": partial(_dask, "dask-batch", True),
     "cuda": _cuda,
+    "triton": _triton,
     "cupy": _cupy,
 }
 

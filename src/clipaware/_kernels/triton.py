@@ -597,7 +597,7 @@ def _solve_carefully(
                 astray = ~fine | ((count >= NEWTON_PASSES) & (count % 2 == 1))
                 if astray & ~arrived & (hi >= INF):
                     farthest, _ = _pass(held, row, n, c, inv, False, P, CEILING, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
-                    hi = farthest * inv.to(tl.float64)
+                    hi = tl.minimum(farthest * inv.to(tl.float64), 1e300)  # between which and lo there is a middle
                 middle = tl.sqrt(lo) * tl.sqrt(hi)
                 last_c, last_U = c, some_U
                 c = tl.where(astray & ~arrived, middle, guess)
