@@ -380,6 +380,9 @@ class _Guard:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and (status := self._refusal(scope)):
+            # Whoever is still sending would not see the answer.
+            while status == 507 and (await receive()).get("more_body"):
+                pass
             await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]})
             await send({"type": "http.response.body", "body": b""})
             return
