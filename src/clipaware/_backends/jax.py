@@ -193,7 +193,7 @@ def senseless(block: Block, x: Array) -> Array:
     """Per row, not 0 where x, not yet clipped, is not finite or the bounds are not in order."""
     disorder = row_max(jnp.where(block.lower <= block.upper, 0.0, 1.0))
     # What is not finite makes the sum NaN, in much less time than asking every element.
-    return jnp.where(jnp.isnan(row_sum(x.astype(jnp.float32) * 0)), 1.0, disorder)
+    return jnp.where(jnp.isnan(row_sum(x.astype(jnp.promote_types(x.dtype, jnp.float32)) * 0)), 1.0, disorder)
 
 
 # --- what the API asks for --------------------------------------------------------------------------------------------
@@ -440,7 +440,8 @@ def _perturb(
         its_eps = its_eps.astype(np.float64) * (1 - 2.0**-24)
     v, eta, status = host.solve(mine, its_delta, its_eps, bounds[0], bounds[1], p=p, mode=mode, write=write)
     kept = _kept(x, samples)
-    numbers = tuple(a.astype(_wide()).reshape(kept) for a in (eta, status))
+    with np.errstate(over="ignore"):  # a scale may be too large for float32
+        numbers = tuple(a.astype(_wide()).reshape(kept) for a in (eta, status))
     return tuple(_beside(x, a) for a in ((v.reshape(x.shape), *numbers) if write else numbers))
 
 
