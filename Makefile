@@ -5,9 +5,18 @@
 # make linkcheck   links to other sites: needs a network
 # make dist        wheel and sdist in dist/, checked, installed and tested in a fresh environment
 # make bench       set up, and measure (writes benchmarks/results/)
+# make torture     set up, and try hostile inputs: MINUTES=10, SEED=0, BACKENDS=numpy,torch (all that are installed)
+# make load        64 threads for five minutes, then a million small calls
+# make fuzz        damaged files for five minutes: SEED=0
+# make audit       known vulnerabilities of what is pinned: needs a network
+# make mutants     set up, and see whether the tests find deliberate faults (writes mutants/report.csv): FAULTS='triton'
+# make versions    try the oldest and newest versions that the extras allow (writes docs/versions.csv): ENVIRONMENTS='jax'
 
 PYTHON ?= python3
 EXTRA ?= none
+MINUTES ?= 10
+SEED ?= 0
+BACKENDS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 TRITON := .venv-triton
@@ -19,7 +28,7 @@ SPHINX := $(BIN)/python -m sphinx -W --keep-going -q -d docs/_build/doctrees
 # Of the suite, what dist runs. All of it: make dist DIST_TESTS='tests --pyargs clipaware'
 DIST_TESTS ?= tests/test_package.py tests/test_project.py tests/test_errors.py tests/test_targets.py tests/test_images.py tests/test_explorer.py
 
-.PHONY: demo test test-extra docs linkcheck dist bench lint clean
+.PHONY: demo test test-extra docs linkcheck dist bench torture load fuzz audit mutants versions lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -90,6 +99,28 @@ dist: $(VENV)/dev.stamp
 bench: $(VENV)/dev.stamp
 	$(BIN)/python -m benchmarks
 
+torture: $(VENV)/dev.stamp
+	$(BIN)/python -m torture --minutes $(MINUTES) --seed $(SEED) --backends '$(BACKENDS)' --keep
+
+load: $(VENV)/dev.stamp
+	$(BIN)/python -m load
+	$(BIN)/python -m load --no-numba --frameworks numpy torch
+
+fuzz: $(VENV)/dev.stamp
+	$(BIN)/python -m load.readers --seed $(SEED)
+
+# In an environment of its own: it is no dependency of anything here.
+audit:
+	$(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python $(INSTALL) pip-audit
+	.venv-audit/bin/pip-audit --no-deps -r requirements-dev.txt -r requirements-docs.txt
+
+mutants: $(VENV)/dev.stamp $(TRITON)/dev.stamp
+	$(BIN)/python -m mutants $(FAULTS)
+
+versions:
+	$(PYTHON) versions.py $(ENVIRONMENTS)
+
 clean:
-	rm -rf $(VENV) .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis clipaware-demo dist docs/_build docs/gallery docs/api/generated
+	rm -rf $(VENV) .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis clipaware-demo dist load-found docs/_build docs/gallery docs/api/generated
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

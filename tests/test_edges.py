@@ -58,6 +58,15 @@ def test_eps_zero(be, p):
     np.testing.assert_allclose(eps_bar, slope, rtol=1e-6)
 
 
+def test_slope_of_equal_elements(be):
+    """For p = inf several elements share the weight, and eta is eps over their size all the same."""
+    delta, x = np.array([2.0, -2.0, 1.0, 2.0, 0.0]), np.full(5, 0.5)
+    found = gradients(be, x, delta, 0.2, p=math.inf)
+    np.testing.assert_allclose(found[2], (G * delta).sum() / 2, rtol=1e-12)
+    shared = (G * delta).sum() / 2 / 3
+    np.testing.assert_allclose(found[1], 0.1 * (G - np.array([1, -1, 0, 1, 0]) * shared), rtol=1e-12)
+
+
 @pytest.mark.parametrize("p", ORDERS)
 def test_no_room_at_all(be, p):
     x, delta = np.array([0.0, 1.0, 0.5]), np.array([-1.0, 2.0, 0.0])
@@ -365,3 +374,91 @@ def test_reach_is_in_reach_whatever_its_rounding(be, p):
         # 8 ulp: as far as an eps may be beyond the reach. The sums are off by three of them at most.
         np.testing.assert_allclose(eps, norm64(np.ones_like(x), x, p), rtol=8 * 2.0**-23)
         np.testing.assert_allclose(norm64(v, x, p), eps, rtol=8 * 2.0**-23)
+
+
+# --- what the fuzzer found (torture/) ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_target_at_a_kink_with_almost_nothing_left_to_move(be, dtype):
+    """Beyond the kink the slope is 1e-14 of what it was, and a step back from there is rounding."""
+    x = np.array([[-0.6704232805019112, 0.8165273684684917, 0.08281173607912273, 0.22268286706596618]])
+    delta = np.array([[0.00014970925592939596, -1000.0, -1000.0, 1000.0]])
+    x, delta = (a.astype(dtype).astype(float) for a in (x, delta))
+    kink = norm64(np.where(delta > 1, 1.0, np.where(delta < -1, -1.0, x)), x, 2)[0]
+    for eps in kink * (1 + np.array([-4e-16, -2e-16, 0.0, 2e-16, 4e-16])):
+        eta = float(be.rescale(x, delta, eps, bounds=(-1, 1), dtype=dtype)[0, 0])
+        found = norm64(np.clip(x + eta * delta, -1, 1), x, 2)[0]
+        np.testing.assert_allclose(found, eps, rtol=3e-7 if dtype == "float32" else 1e-14)
+        v = be.perturb(x, delta, eps, bounds=(-1, 1), dtype=dtype)
+        np.testing.assert_allclose(norm64(v, x, 2)[0], eps, rtol=3e-7 if dtype == "float32" else 1e-14)
+
+
+def test_nan_for_unreachable_keeps_the_dtype(be):
+    for dtype in ("float16", "bfloat16", "float32"):
+        if dtype in be.dtypes:
+            v = be.perturb(np.stack([X, X]), np.stack([D, D]), np.array([0.1, 10.0]), unreachable="nan", dtype=dtype)
+            assert v.dtype.name == dtype
+            assert np.isnan(v[1].astype(float)).all()
+            assert np.isfinite(v[0].astype(float)).all()
+
+
+@pytest.mark.parametrize("p", [1, 2, 5, 400, math.inf])
+def test_eps_below_every_normal_number_counts_as_zero(be, p):
+    for dtype, eps in (("float32", 1e-40), ("float64", 1e-310)):
+        x = np.array([[0.0, 0.5, 1.0]])
+        np.testing.assert_array_equal(be.perturb(x, np.ones((1, 3)), eps, p=p, dtype=dtype), x)
+        assert be.rescale(x, np.ones((1, 3)), eps, p=p, dtype=dtype) == 0
+
+
+def test_report_of_a_norm_far_below_eps(be):
+    """The powers of 2/100 to 400 are none."""
+    x, delta = np.full((1, 5), 0.5), np.array([[0.02, -0.01, 0.0, 0.02, 0.005]])
+    found = ca.report(be.array(x, "float64"), be.array(delta, "float64"), 1.0, p=400, mode="at_most")
+    np.testing.assert_allclose(np.asarray(be.numpy(found.norm), float), 0.02 * 2 ** (1 / 400), rtol=1e-13)
+
+
+def test_at_most_of_a_grid_that_takes_long_to_leave(be):
+    """eps is the norm of the array as stored, which stays the same down to a thousandth less than its scale."""
+    grid = 1024 + np.arange(12) * 2.0**-42
+    x, delta = np.stack([grid[[2, 3, 4]]]), np.array([[-1617.0, 44.0, 0.04]])
+    eps = norm64(np.array([[grid[0], grid[11], grid[4]]]), x, 2)[0]
+    v = be.perturb(x, delta, eps, mode="at_most", bounds=(grid[0], grid[11]))
+    assert 0 < norm64(v, x, 2)[0] <= eps
+
+
+def test_scales_near_the_largest_numbers(be):
+    most = 1e299
+    rng = np.random.default_rng(0)
+    x, delta = rng.uniform(-0.5, 0.5, (1, 40)) * most, rng.choice([-0.5, 0.5], (1, 40)) * most
+    eps = most * 1e-3
+    v = be.perturb(x, delta, eps, p=math.inf, bounds=(-most, most), mode="at_most")
+    found = abs(v / eps - x / eps).max()
+    assert found <= 1
+    assert found > 1 - 1e-12
+
+
+@pytest.mark.parametrize("p", [30, 2000])
+def test_nearest_of_a_coarse_grid_for_a_large_order(be, p):
+    """An array whose norm is a quarter more or less: its power overflows, or vanishes, and it is near all the same."""
+    x, delta = np.ones((1, 4)), -np.array([[1.0, 0.5, 0.25, 0.125]])
+    v = be.perturb(x, delta, 1.3e-3, p=p, dtype="float16")
+    moved = norm64(v.astype(float), x, p)[0]
+    assert abs(moved - 1.3e-3) <= 2.5e-4
+
+
+def test_breakpoints_over_three_hundred_orders(be):
+    """In units of the largest of delta, the last breakpoints are larger than any number."""
+    rng = np.random.default_rng(0)
+    delta = 10.0 ** rng.uniform(-250, 60, (1, 2600)) * rng.choice([-1, 1], (1, 2600))
+    x = np.zeros_like(delta)
+    for eps in (20.0, 35.0, 45.0):
+        eta = float(be.rescale(x, delta, eps, bounds=(-1, 1))[0, 0])
+        with np.errstate(over="ignore"):
+            np.testing.assert_allclose(norm64(np.clip(eta * delta, -1, 1), x, 2)[0], eps, rtol=1e-13)
+
+
+def test_report_of_naive_scales_beyond_all_numbers(be):
+    x, delta = np.zeros((1, 2)), np.array([[1e-10, -5e-11]])
+    found = ca.report(be.array(x, "float64"), be.array(delta, "float64"), 1e300, p=math.inf, bounds=(-np.inf, np.inf))
+    np.testing.assert_allclose(np.asarray(be.numpy(found.naive_norm), float), 1e300, rtol=1e-13)

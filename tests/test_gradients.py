@@ -91,6 +91,10 @@ def test_gradients_have_the_shape_of_their_argument(be, p):
             padded = (1,) * (4 - len(shape)) + shape
             summed = whole.sum(axis=tuple(i for i in range(4) if padded[i] == 1), keepdims=True).reshape(shape)
             np.testing.assert_allclose(bar, summed, rtol=1e-10, atol=1e-12)
+    # One eps for all samples.
+    found = be.gradients(x, delta, np.asarray(0.7), *full, g, p=p)
+    assert found[2].shape == ()
+    np.testing.assert_allclose(found[2], reference[2].sum(), rtol=1e-10)
 
 
 @pytest.mark.parametrize("axis", [None, 1, (2, 3), (0, 1, 3), -1])

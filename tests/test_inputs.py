@@ -117,7 +117,7 @@ def test_inputs_are_never_modified(be):
                 np.testing.assert_array_equal(be.numpy(a), old)
             # The result is the caller's own: not a view of an input, nor of a buffer that the next call writes to.
             kept = be.numpy(v).copy()
-            ca.perturb(delta * 0 + x, -delta, eps, bounds=(lower, upper))
+            ca.perturb(x, -delta, eps, bounds=(lower, upper))
             np.testing.assert_array_equal(be.numpy(v), kept)
 
 
@@ -145,6 +145,13 @@ def test_report(be):
     empty = ca.report(be.array(np.zeros((2, 3)), "float64"), be.array(np.zeros((2, 3)), "float64"), 0.0)
     assert not be.numpy(empty.norm).any()
     assert be.numpy(empty.reachable).all()
+
+
+def test_report_counts_what_moved_to_its_bound(be):
+    """Not what was there and stays."""
+    x, delta = np.array([[1.0, 0.0, 0.9, 0.5]]), np.array([[0.0, -0.0, 1.0, 1.0]])
+    report = ca.report(be.array(x, "float64"), be.array(delta, "float64"), 0.3)
+    assert be.numpy(report.clipped) == 0.25
 
 
 def test_the_papers_signature(be):

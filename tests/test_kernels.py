@@ -7,7 +7,9 @@ import multiprocessing
 import subprocess
 import sys
 import threading
+import time
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -181,6 +183,27 @@ def test_an_error_in_a_thread_is_raised_in_the_caller(restored_threads):
 
     with pytest.raises(KeyError):
         threads.run(work, range(8))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_call_waits_for_its_threads(fails, restored_threads):
+    """Also for one that is still at work when nothing is left to take."""
+    ca.set_threads(2)
+    here, started, done = threading.current_thread(), threading.Event(), []
+
+    def work(piece):
+        if threading.current_thread() is here:
+            assert started.wait(60)
+        else:
+            started.set()
+            time.sleep(0.3)
+            if fails:
+                raise KeyError(piece)
+        done.append(piece)
+
+    with pytest.raises(KeyError) if fails else nullcontext():
+        threads.run(work, range(4))
+    assert len(done) == (3 if fails else 4)
 
 
 def in_a_process(queue):

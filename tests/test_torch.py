@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 import clipaware as ca
+from clipaware import _kernels
 from clipaware._backends import torch as backend
 
 ORDERS = [1, 1.5, 2, 3, 10, math.inf]
@@ -308,6 +311,16 @@ def test_threads():
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_an_old_triton_is_as_good_as_none(monkeypatch):
+    for name in ("triton", "triton.language"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(sys.modules["triton"], "language", sys.modules["triton.language"], raising=False)
+    monkeypatch.delitem(sys.modules, "clipaware._kernels.triton", raising=False)
+    monkeypatch.delattr(_kernels, "triton", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert backend.gpu_kernels() is None
 
 
 @pytest.mark.cuda

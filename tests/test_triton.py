@@ -64,6 +64,20 @@ def test_values(gpu, p, kind):
         assert (np.abs(norm64(v, x, p) / np.minimum(eps, reach) - 1) <= 4e-7 + step).all()
 
 
+@pytest.mark.parametrize("mode", ["equal", "at_most"])
+@pytest.mark.parametrize("p", [2, 10, 1000])
+def test_room_without_end(gpu, p, mode):
+    """The largest element is clipped at once, next to it the powers of the others vanish, and their room has no end."""
+    x, delta = np.zeros((1, ROW)), np.zeros((1, ROW))
+    delta[0, :4] = -1e50, 1e20, 1e-30, 1e-100
+    options = {"p": p, "mode": mode, "bounds": (-0.5, math.inf)}
+    v = gpu.perturb(x, delta, 24.6, **options)
+    np.testing.assert_allclose(norm64(v, x, p), 24.6, rtol=1e-13)
+    np.testing.assert_allclose(
+        gpu.rescale(x, delta, 24.6, **options), ca.rescale(x, delta, 24.6, **options), rtol=1e-13
+    )
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("mode", ["equal", "at_most", "at_least"])
 @pytest.mark.parametrize("p", [2, 2.5, math.inf])

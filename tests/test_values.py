@@ -211,6 +211,19 @@ def test_eta_and_reachability_near_the_reach(be, kind, p, dtype):
     np.testing.assert_array_equal(missed, shares > 1)
 
 
+@pytest.mark.parametrize("p", [1, 2, 2.7])
+@pytest.mark.parametrize(("n", "size"), [(50, 1e-6), (50, 1e5), (20_000, 1.0)])
+def test_eta_of_other_units_and_of_long_rows(be, n, size, p):
+    """A unit of eps that is not 1, and a start from a sample: where the polish of perturb would hide a wrong eta."""
+    rng = np.random.default_rng(3)
+    x, delta = rng.random((4, n)) * size, rng.standard_normal((4, n))
+    eps = np.array([0.05, 0.2, 0.3, 0.45]) * size * n ** (1 / p)
+    eta = be.rescale(x, delta, eps, p=p, bounds=(0, size))
+    v = np.clip(x + eta * delta, 0, size)
+    assert ((v == 0) | (v == size)).any(axis=1).all()
+    np.testing.assert_allclose(norm64(v, x, p), eps, rtol=2e-13)
+
+
 def test_every_backend_agrees(be):
     rng = np.random.default_rng(5)
     x, delta = rng.random((7, 3, 9, 9)), rng.standard_normal((7, 3, 9, 9))

@@ -29,6 +29,8 @@ NEWTON_PASSES = 12  # plain Newton up to here, then every other pass halves the 
 MAX_PASSES = 64
 ROOMY = 1e6  # rooms up to this many units of eps can be raised to the fourth power
 POLISH_PASSES = 64
+HALVE_FROM = 30  # passes of a polish after which every one halves the bracket
+SAFE = 1e30  # sums of powers up to this, and down to its reciprocal, have lost nothing
 HUGE = 1e300  # more than any norm, scale or step that is worth a thought
 LOOSE = 2.0**-13  # the step at which Newton stops for float32 arrays: what is missing shows in the norm as written
 LOOSE_DOUBLE = 2.0**-20  # and for float64, where another pass would have to wait for others
@@ -45,10 +47,11 @@ class Numerics(NamedTuple):
     settled: float  # relative step at which Newton has arrived
     close: float  # relative error of a norm that is as good as none
     far: float  # further than any bound
+    least: float  # the smallest normal number: an eps below counts as 0
 
 
-SINGLE = Numerics(ulp=2.0**-23, tiny=1e-20, settled=2.0**-31, close=2e-7, far=2.0**127)
-DOUBLE = Numerics(ulp=2.0**-52, tiny=1e-150, settled=2.0**-51, close=4e-15, far=2.0**1023)
+SINGLE = Numerics(ulp=2.0**-23, tiny=1e-20, settled=2.0**-31, close=2e-7, far=2.0**127, least=2.0**-126)
+DOUBLE = Numerics(ulp=2.0**-52, tiny=1e-150, settled=2.0**-51, close=4e-15, far=2.0**1023, least=2.0**-1022)
 
 
 class Block(NamedTuple):
@@ -462,7 +465,9 @@ def guarded_newton(
         closed = hi <= lo * (1 + settled)
         bisect = ~closed & from_left & (count >= NEWTON_PASSES)
         following = be.where(bisect, be.sqrt(lo) * be.sqrt(hi), lo)
-        following = be.where(arrived, root, be.where(stay | done, T, following))
+        # From the left no step goes back: what would is rounding, which a flat slope makes much of.
+        following = be.where(arrived & (~from_left | (root > T)), root, following)
+        following = be.where((arrived & from_left & (root <= T)) | stay | done, T, following)
 
         # From the left, all that is clipped remains so, and the finer units can stay. Otherwise, back to the old ones.
         finer = ~done & regular & (root >= T) & (near < top)
@@ -515,7 +520,7 @@ def solve(
     settled = numerics.settled
     if write and (numerics is SINGLE or begin is not None):
         settled = LOOSE if numerics is SINGLE else LOOSE_DOUBLE
-    is_zero, at_zero = rows.top <= 0, rows.eps <= 0
+    is_zero, at_zero = rows.top <= 0, rows.eps < numerics.least
     still = is_zero | at_zero
     rows = rows._replace(eps=be.where(at_zero, 1.0, rows.eps), top=be.where(is_zero, 1.0, rows.top))
     passes = Passes(rows)
@@ -560,7 +565,7 @@ def write(
     """
     be, p, numerics, status = rows.be, rows.p, rows.numerics, solution.status
     at_most = mode == "at_most"
-    eps = be.where(rows.eps > 0, rows.eps, 1.0)
+    eps = be.where(rows.eps >= numerics.least, rows.eps, 1.0)
     down = 1 / (be.pow2(eps, numerics) if p <= 4 else eps)
     # at_most is a promise in float64; elsewhere the working precision can tell whether a polish is needed.
     limit = 1 - slack if at_most else math.inf
@@ -573,6 +578,7 @@ def write(
         """Store a tile of the array for this K; what was kept, and x."""
         block = rows.load(tile)
         direction = times(be, block.delta, rows.pick(1 / solution.m, tile))
+        K = be.minimum(K, numerics.far)  # or float32 might take it for infinite
         if corners := any_true(be, corner):
             direction = be.where(corner[tile[0], :], be.sign(block.delta) * numerics.far, direction)
         v = store(tile, block, direction, rows.pick(be.where(corner, 1.0, K) if corners else K, tile))
@@ -584,18 +590,27 @@ def write(
         """Store the array for this K; its norm over eps."""
         return norm(lambda tile: powers(tile, *stored(K, tile), widen))
 
-    def powers(tile: Any, v: Array, x: Array, widen: bool) -> Array:
+    def powers(tile: Any, v: Array, x: Array, widen: bool) -> tuple[Array, Array]:
+        """Of a tile: the sum of powers, and for a large p the largest element."""
         if widen:
             z = (be.widen(v) - be.widen(x)) * (down if down.shape[0] == 1 else down[tile[0], :])
         else:
             z = times(be, difference(rows, v, x), rows.pick(down, tile))
-        if p == math.inf:
-            return be.row_max(abs(z))
-        return be.row_dot(z, z) if p == 2 else be.row_sum(power(be, abs(z), p))
+        if p <= 4:
+            return be.row_dot(z, z) if p == 2 else be.row_sum(power(be, abs(z), p)), None
+        return None if p == math.inf else be.row_sum(power(be, abs(z), p)), be.row_max(abs(z))
 
-    def norm(of_tile: Callable[[Any], Array]) -> Array:
-        total = rows.fold("max" if p == math.inf else "sum", of_tile)
-        return (total if p == math.inf else total ** (1 / p)) / (eps * down)
+    def norm(of_tile: Callable[[Any], tuple[Array, Array]]) -> Array:
+        sums, largest = zip(*(of_tile(tile) for tile in rows.tiles), strict=True)
+        if p <= 4:
+            return be.fold("sum", rows.tiles, sums, rows.top) ** (1 / p) / (eps * down)
+        furthest = be.fold("max", rows.tiles, largest, rows.top)
+        if p == math.inf:
+            return furthest / (eps * down)
+        # Where powers overflow or vanish, the largest element says on which side it is, and nearly how far.
+        total = be.fold("sum", rows.tiles, sums, rows.top)
+        usual = (total > 1 / SAFE) & (total < SAFE)
+        return be.where(usual, be.where(usual, total, 1.0) ** (1 / p), furthest) / (eps * down)
 
     if not be.TRACES:
         first = norm_of(solution.K, at_most)
@@ -644,12 +659,14 @@ def polish(
         above = norm > edge
         lo, at_lo = be.where(above, lo, K), be.where(above, at_lo, norm)
         hi, at_hi = be.where(above, K, hi), be.where(above, norm, at_hi)
-        inside = (lo >= 0) & (hi < HUGE)
+        inside = (lo >= 0) & (hi < math.inf)
         middle = rounded(be.where(inside, lo + (hi - lo) / 2, K))
         secant = rounded(be.where(inside, lo + (hi - lo) * ((edge - at_lo) / be.where(inside, at_hi - at_lo, 1.0)), K))
-        # Until there is a bracket: the tangent's step and a little more, twice as far each time it was too short.
+        # Until there is a bracket: the tangent's step and a little more, further each time it was too short.
         reach = (abs(edge - norm) / solution.slope + 2 * ulp) * stride
-        outward = rounded(be.maximum(K * be.where(above, 1 - reach, 1 + reach), 0.0))
+        # Not so far that nothing times it is something.
+        outward = be.minimum(K * be.where(above, 1 - reach, 1 + reach), rows.numerics.far)
+        outward = rounded(be.maximum(outward, 0.0))
         between = be.where(~halving & (secant > lo) & (secant < hi), secant, middle)
         closed = inside & ((between <= lo) | (between >= hi))
         return (
@@ -661,8 +678,8 @@ def polish(
             at_hi,
             best,
             gap,
-            be.minimum(2 * stride, 2.0**30),
-            ~halving,
+            be.minimum(4 * stride, 2.0**60),
+            ~halving | (count >= HALVE_FROM),
             done | closed | (gap <= close + 1 - edge),
         )
 
@@ -671,8 +688,7 @@ def polish(
 
     zero, start = solution.K * 0, rounded(solution.K)
     at_worst = zero if limit < math.inf else start
-    huge = zero + HUGE
-    state = (0, start, zero - 1, huge, zero, zero, at_worst, huge, zero + 1.0, zero > 0, ~moving)
+    state = (0, start, zero - 1, zero + math.inf, zero, zero, at_worst, zero + HUGE, zero + 1.0, zero > 0, ~moving)
     state = loop(be, step, state, POLISH_PASSES)
     return be.where(moving, state[6], solution.K)
 
@@ -689,7 +705,7 @@ def reach(rows: Rows) -> Array:
     if p == math.inf:
         return largest
     finite = (largest > 0) & (largest < math.inf)
-    unit = be.where(finite, largest, 1.0)
+    unit = be.maximum(be.where(finite, largest, 1.0), rows.numerics.least)
     total = rows.fold(
         "sum", lambda tile: be.row_sum(power(be, be.minimum(rooms(tile) * rows.pick(1 / unit, tile), 2.0), p))
     )
@@ -698,26 +714,34 @@ def reach(rows: Rows) -> Array:
 
 def summary(rows: Rows, v: Array, n: int) -> tuple[Array, Array, Array]:
     """Of v: its norm, the norm that naive scaling has instead, and the share of elements at their bounds."""
-    be, p = rows.be, rows.p
+    be, p, numerics = rows.be, rows.p, rows.numerics
 
     def written(tile: Any) -> Array:
         return be.narrow(v[tile[:2]], rows.numerics)
 
-    still = (rows.top <= 0) | (rows.eps <= 0)
-    rows = rows._replace(eps=be.where(rows.eps > 0, rows.eps, 1.0), top=be.where(rows.top > 0, rows.top, 1.0))
+    at_zero = rows.eps < numerics.least
+    still = (rows.top <= 0) | at_zero
+    rows = rows._replace(eps=be.where(at_zero, 1.0, rows.eps), top=be.where(rows.top > 0, rows.top, 1.0))
     passes = Passes(rows)
-    K = passes.naive()[0] / passes.inv if p < math.inf else rows.eps / rows.top * passes.m
+    K = passes.naive()[0] / passes.inv if p < math.inf else rows.eps * (passes.m / rows.top)
     K = be.where(still, 0.0, K)
 
     def norm(array: Callable[[Any, Block], Array]) -> Array:
-        def of_tile(tile: Any) -> Array:
+        def moved(tile: Any) -> Array:
             block = rows.load(tile)
-            eps = rows.eps if rows.eps.shape[0] == 1 else rows.eps[tile[0], :]
-            z = abs(be.widen(array(tile, block)) - be.widen(block.x)) / eps
-            return be.row_max(z) if p == math.inf else be.row_sum(power(be, z, p))
+            return abs(be.widen(array(tile, block)) - be.widen(block.x))
 
-        total = rows.fold("max" if p == math.inf else "sum", of_tile)
-        return rows.eps * (total if p == math.inf else total ** (1 / p))
+        # Not in units of eps, which may be far from what it is: powers would overflow, or vanish.
+        largest = rows.fold("max", lambda tile: be.row_max(moved(tile)))
+        if p == math.inf:
+            return largest
+        unit = be.where(largest >= numerics.least, largest, numerics.least)
+
+        def of_tile(tile: Any) -> Array:
+            here = unit if unit.shape[0] == 1 else unit[tile[0], :]
+            return be.row_sum(power(be, moved(tile) / here, p))
+
+        return unit * rows.fold("sum", of_tile) ** (1 / p)
 
     def naive(tile: Any, block: Block) -> Array:
         move = block.delta * rows.pick(1 / passes.m, tile) * rows.pick(K, tile)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import zipfile
@@ -14,6 +15,7 @@ import numpy as np
 
 Array = Any
 
+HEADER = 2**14  # bytes, among which that of an array is; NumPy takes none above 10,000
 MOST = 2**28  # elements of a file, beyond which it counts as a bomb unless told otherwise
 
 
@@ -164,8 +166,9 @@ def write_bytes(path: Path, content: bytes) -> None:
         raise FileError(f"{path}: cannot be written: {error.strerror or one_line(error)}") from error
 
 
-def not_too_large(path: Path, sizes: Iterable[int], most: int) -> None:
-    elements = math.prod(int(size) for size in sizes)
+def not_too_large(path: Path, sizes: Iterable[int], most: int, before: int = 0) -> None:
+    """Nor with what was read before."""
+    elements = before + math.prod(int(size) for size in sizes)
     if elements > most:
         raise FileError(
             f"{path}: says that it has {elements:,} elements, more than the limit of {most:,} (--max-elements)"
@@ -176,40 +179,58 @@ def not_too_large(path: Path, sizes: Iterable[int], most: int) -> None:
 
 
 def read_arrays(path: Path, format: str, most: int) -> Content:
-    arrays = {}
+    arrays: dict[str, Array] = {}
     if format == "npy":
         with path.open("rb") as file:
-            arrays[""] = _read_npy(path, file, path.stat().st_size, most)
+            arrays[""] = _read_npy(path, file, path.stat().st_size, most, 0)
     else:
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
+                before = sum(a.size for a in arrays.values())
                 with archive.open(entry) as member:
-                    arrays[entry.filename.removesuffix(".npy")] = _read_npy(path, member, entry.file_size, most)
+                    name = entry.filename.removesuffix(".npy")
+                    arrays[name] = _read_npy(path, member, entry.file_size, most, before)
     return Content("array", format, {name: _part(path, a) for name, a in arrays.items()})
 
 
-def _read_npy(path: Path, file: Any, length: int, most: int) -> Array:
-    version = np.lib.format.read_magic(file)
+def _read_npy(path: Path, file: Any, length: int, most: int, before: int) -> Array:
+    """An array, after so many elements of others. Nothing is taken into memory that the header has not been believed
+    to tell of: in an archive a kilobyte may stand for a megabyte."""
+    start = io.BytesIO(file.read(HEADER))
+    version = np.lib.format.read_magic(start)
+    if version not in ((1, 0), (2, 0), (3, 0)):
+        raise FileError(f"{path}: has version {version[0]}.{version[1]} of the format, expected 1.0, 2.0 or 3.0")
     reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, fortran, dtype = reader(file)
+    shape, fortran, dtype = reader(start)
     if dtype.hasobject:
         raise FileError(f"{path}: holds Python objects, expected numbers")
-    not_too_large(path, shape, most)
-    if math.prod(shape) * dtype.itemsize > length:
+    _name_of(path, dtype)
+    if any(size < 0 for size in shape):
+        raise FileError(f"{path}: is damaged: it says to have the shape {shape}")
+    not_too_large(path, shape, most, before)
+    size = math.prod(shape) * dtype.itemsize
+    length -= start.tell()
+    if size > length:
         raise FileError(f"{path}: is cut off: {length:,} bytes for an array of shape {shape} and dtype {dtype}")
-    flat = np.frombuffer(file.read(math.prod(shape) * dtype.itemsize), dtype).copy()
+    data = start.read(size)
+    flat = np.frombuffer(data + file.read(size - len(data)), dtype).copy()
     return flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
 
 
+def _name_of(path: Path, dtype: Any) -> str:
+    name = str(dtype.newbyteorder("=").name)
+    if name not in ("float16", "float32", "float64", "uint8", "uint16", "int16"):
+        raise FileError(f"{path}: has dtype {name}, expected float16, float32, float64, uint8, uint16 or int16")
+    return name
+
+
 def _part(path: Path, values: Array) -> Part:
-    name = values.dtype.newbyteorder("=").name
+    name = _name_of(path, values.dtype)
     if name in ("uint8", "uint16"):
         return Part(values, 0.0, 1.0, 256 if name == "uint8" else 65536)
     if name == "int16":
         return Part(values, -1.0, 1 - 2.0**-15, 65536, -(2**15))
-    if name in ("float16", "float32", "float64"):
-        return Part(values, 0.0, 1.0)
-    raise FileError(f"{path}: has dtype {name}, expected float16, float32, float64, uint8, uint16 or int16")
+    return Part(values, 0.0, 1.0)
 
 
 def write_arrays(path: Path, content: Content) -> None:

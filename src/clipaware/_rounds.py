@@ -154,7 +154,7 @@ def begun(a: Array, eps: Array, p: float, n: int, numerics: Numerics, ulp: float
     last one that looks for the root."""
     seen = columns(Look, a)
     lost = (seen.bad > 0) | ~((eps >= 0) & (eps < math.inf) & (seen.top < math.inf))
-    is_zero, at_zero = seen.top <= 0, eps <= 0
+    is_zero, at_zero = seen.top <= 0, eps < numerics.least
     eps = np.where(at_zero | lost, 1.0, eps)
     if p == math.inf:
         unreachable = short = seen.largest <= 0

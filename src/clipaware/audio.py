@@ -16,6 +16,7 @@ Array = Any
 
 BITS = {"PCM_S8": 8, "PCM_U8": 8, "PCM_16": 16, "PCM_24": 24, "PCM_32": 32}
 FLOATS = {"FLOAT": np.float32, "DOUBLE": np.float64}
+STARTS = (b"RIFF", b"RIFX", b"RF64", b"fLaC", b"OggS")  # of the formats
 STRINGS = ("title", "copyright", "artist", "comment", "date", "album", "license", "tracknumber", "genre")
 
 
@@ -31,6 +32,10 @@ class Extra:
 def read(path: Path, format: str, most: int) -> Content:
     import soundfile
 
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start not in STARTS:  # not even shown to a decoder, of which there are many
+        raise FileError(f"{path}: is no {format.upper()} file, though its name says so")
     _check_length(path)
     with soundfile.SoundFile(path) as file:
         name = {"WAVEX": "WAV", "RF64": "WAV"}.get(file.format, file.format)

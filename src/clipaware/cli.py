@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 
 INTERRUPTED = 130  # as shells have it for Ctrl-C
 
@@ -19,7 +20,9 @@ def main(argv: list[str] | None = None) -> int:
 
     argv = sys.argv[1:] if argv is None else argv
     try:
-        code = app(argv or ["--help"], prog_name="clipaware", standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of libraries about files; what matters is in the one line about each
+            code = app(argv or ["--help"], prog_name="clipaware", standalone_mode=False)
     except typer.TyperException as error:
         return _failed(f"{' '.join(error.format_message().split())} Try 'clipaware --help'.")
     except SystemExit as done:  # of what completes for a shell
@@ -34,7 +37,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _failed(text: str) -> int:
-    print(f"clipaware: error: {text}", file=sys.stderr)
+    from clipaware._cli.show import error
+
+    error(f"error: {text}")
     return 2
 
 

@@ -6,21 +6,39 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.resources
 import ipaddress
 import math
 import os
+import re
 import shutil
 import signal
+import socket
 import tempfile
 import threading
+import webbrowser
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from clipaware import noise
 from clipaware._explorer import draw, results
-from clipaware._explorer.solve import BITS, BUNDLED, MEASURES, MOST, OWN_BOUNDS, Choice, Visit, bundled, opened
+from clipaware._explorer.solve import (
+    BITS,
+    BUNDLED,
+    MEASURES,
+    MOST,
+    OWN_BOUNDS,
+    SAVED,
+    Choice,
+    Outcome,
+    Visit,
+    bundled,
+    opened,
+)
 from clipaware._media import FileError
 
 __all__ = ["MOST", "launch", "page"]
@@ -29,10 +47,15 @@ OWN = "Your own"
 NORMS = {"1": 1.0, "2": 2.0, "3": 3.0, "∞": math.inf}
 ANY = "any p"
 LARGEST_P = 50.0
+LARGEST_BOUND = 1e5  # whose 50th power is a number
+LARGEST_SEED = 2**53 - 1  # beyond, a browser's numbers skip some
 MEGABYTES = 64  # of an upload
+BESIDE = 2**20  # bytes of a request that are not the file
+PORTS = range(7860, 7960)
 VISITORS = 16  # whose pictures are kept in memory
 LABELS = {"eps": "norm ε", "rms": "RMS", "snr": "SNR, dB", "psnr": "PSNR, dB"}
-RANGES = {"rms": (0.0, 0.5, 0.0005), "snr": (-10.0, 40.0, 0.05), "psnr": (0.0, 50.0, 0.05)}
+RANGES = {"rms": (0.0, 0.5, 0.0005), "snr": (-10.0, 40.0, 0.05), "psnr": (0.0, 50.0, 0.05)}  # of the sliders
+TYPED = {"eps": (0.0, 1e9), "rms": (0.0, 1e6), "snr": (-100.0, 200.0), "psnr": (-100.0, 200.0)}  # what may be asked
 STARTS = {"picture": "eps", "sound": "snr"}  # the measure at first
 KEPT = (300, 900)  # seconds: how often files are looked at, and how old they may get
 
@@ -41,11 +64,14 @@ INTRODUCTION = """
 Noise is scaled to the size you ask for, added, and clipped to what a file can hold. Clipping takes some of it away:
 **naive** scaling delivers less than was asked. **Exact** scaling finds the noise of the right size *after* clipping.
 """
+BUSY = '<div class="ca-busy" role="status">working …</div>'
 # Of what Gradio would do unless told: a second server, a tunnel, pages of its own, and notes in the visitor's browser.
 NOT_NEEDED: dict[str, Any] = {
     "share": False, "ssr_mode": False, "mcp_server": False, "pwa": False, "enable_monitoring": False,
     "run_history": False, "footer_links": [],
 }  # fmt: skip
+# Of Gradio's own addresses, those that the page uses.
+NEEDED = ("app_id", "cancel", "file=", "heartbeat/", "info", "queue/", "reset", "startup-events", "theme.css", "upload")
 CLICK = "() => {{ (document.querySelector('#{0} a') || document.querySelector('#{0}')).click(); }}"
 
 
@@ -74,7 +100,17 @@ def page(most: int = MOST) -> Any:
     gradio.Blocks
     """
     gr = gradio()
-    with gr.Blocks(title="clipaware explorer", analytics_enabled=False, delete_cache=KEPT) as blocks:
+
+    class Page(gr.Blocks):  # type: ignore[misc, name-defined]
+        """Gradio would fetch whatever address stands for a file, in any control's value, and keep a folder's path as
+        that of a file to be removed."""
+
+        async def preprocess_data(self, block_fn: Any, inputs: list[Any], *others: Any, **more: Any) -> Any:
+            if _no_file(inputs):
+                raise gr.Error("only what was uploaded is read, and nothing is fetched", print_exception=False)
+            return await super().preprocess_data(block_fn, inputs, *others, **more)
+
+    with Page(title="clipaware explorer", analytics_enabled=False, delete_cache=KEPT) as blocks:
         gr.Markdown(INTRODUCTION, elem_classes="ca-introduction")
         for kind in ("picture", "sound"):
             with gr.Tab(kind.capitalize()):
@@ -92,6 +128,7 @@ class _Tab:
             with gr.Column(scale=2, min_width=280, elem_classes="ca-controls"):
                 self._controls()
             with gr.Column(scale=7, min_width=320):
+                self.busy = gr.HTML(BUSY, elem_classes="ca-busy-place", elem_id=f"{kind}-busy", padding=False)
                 self.message = gr.HTML(elem_classes="ca-message", elem_id=f"{kind}-message", padding=False)
                 self.answer = gr.HTML(elem_id=f"{kind}-answer", padding=False)
         self._take_home()
@@ -107,16 +144,30 @@ class _Tab:
         self.measure = gr.Radio(
             [(LABELS[name], name) for name in MEASURES], value=STARTS[kind], label="Size as", elem_id=f"{kind}-measure"
         )
-        self.value = gr.Slider(0, 1, value=0.5, step=1e-4, label="Size", elem_id=f"{kind}-value")
+        # A slider's own box would move what is typed into its range, without a word.
+        self.size = gr.Number(0.5, label="Size", elem_classes="ca-size", elem_id=f"{kind}-size")
+        self.value = gr.Slider(
+            0,
+            1,
+            value=0.5,
+            step=1e-4,
+            label="Size",
+            show_label=False,
+            buttons=[],
+            elem_classes="ca-slider",
+            elem_id=f"{kind}-value",
+        )
         self.kind_of_noise = gr.Dropdown(
             list(noise.KINDS), value=noise.KINDS[0], label="Noise", elem_id=f"{kind}-noise", filterable=False
         )
         self.norm = gr.Radio(
             [*NORMS, ANY], value="2", label="Norm", elem_id=f"{kind}-norm", interactive=STARTS[kind] == "eps"
         )
-        self.order = gr.Slider(1, LARGEST_P, value=1.5, step=0.1, label="p", visible=False, elem_id=f"{kind}-order")
+        self.order = gr.Number(
+            1.5, step=0.1, label=f"p, from 1 to {LARGEST_P:g}", visible=False, elem_id=f"{kind}-order"
+        )
         with gr.Accordion("Seed, bounds, precision", open=False):
-            self.seed = gr.Number(0, label="Seed", precision=0, minimum=0, elem_id=f"{kind}-seed")
+            self.seed = gr.Number(0, label="Seed", step=1, elem_id=f"{kind}-seed")
             with gr.Row():
                 low, high = OWN_BOUNDS[kind]
                 self.low = gr.Number(low, label="Lower bound", step=0.05, min_width=100, elem_id=f"{kind}-low")
@@ -135,46 +186,60 @@ class _Tab:
             )
             self.link = gr.DownloadButton(visible="hidden", elem_id=f"{kind}-link")
 
-    def _inputs(self) -> list[Any]:
+    def _inputs(self, size: Any) -> list[Any]:
         return [
-            self.visit, self.title, self.measure, self.value, self.kind_of_noise, self.norm, self.order, self.seed,
+            self.visit, self.title, self.measure, size, self.kind_of_noise, self.norm, self.order, self.seed,
             self.low, self.high, self.depth,
         ]  # fmt: skip
 
     def _events(self, blocks: Any) -> None:
-        gr, hidden = self.gr, {"show_progress": "hidden", "api_visibility": "private"}
+        # Values come as they are: what is wrong with them is said here, and not by Gradio.
+        gr, quiet = self.gr, {"preprocess": False, "api_visibility": "private", "show_progress": "hidden"}
+        shows_work = {**quiet, "show_progress": "minimal", "show_progress_on": self.busy}
+        latest = {"trigger_mode": "always_last", **shows_work}
         shown = [self.message, self.answer, self.code]
-        every = [self.title, self.value, self.norm, self.order, *shown]
+        every = [self.title, self.size, self.value, self.norm, self.order, *shown]
         again = [self.kind_of_noise.input, self.seed.input, self.low.input, self.high.input, self.depth.input]
         anew = [blocks.load, self.title.input, self.measure.input, self.norm.input, self.order.input]
-        latest = {"trigger_mode": "always_last", **hidden}
-        gr.on([self.value.input, *again], self.again, self._inputs(), shown, **latest)
-        gr.on(anew, self.anew, self._inputs(), every, **latest)
-        self.file.upload(self.upload, [self.file, *self._inputs()], [self.file, *every], **hidden)
+        # The number and the slider follow each other at once, in the browser.
+        self.value.input(None, self.value, self.size, js="value => value", **quiet)
+        self.size.input(None, [self.size, self.value], self.value, js="(typed, value) => typed ?? value", **quiet)
+        self.value.input(self.again, self._inputs(self.value), shown, **latest)
+        gr.on([self.size.input, *again], self.again, self._inputs(self.size), shown, **latest)
+        gr.on(anew, self.anew, self._inputs(self.size), every, **latest)
+        self.file.upload(self.upload, [self.file, *self._inputs(self.size)], [self.file, *every], **shows_work)
         for button, make in ((self.save_file, self.saved), (self.save_code, self.saved_code)):
-            button.click(make, self._inputs(), [self.message, self.link], **hidden)
-        self.link.change(None, js=CLICK.format(f"{self.kind}-link"), **hidden)
+            button.click(make, self.visit, [self.message, self.link], **shows_work)
+        self.link.change(None, js=CLICK.format(f"{self.kind}-link"), **quiet)
 
     # --- what the events do ---
 
     def choice(
-        self, measure: str, value: float, kind: str, norm: str, order: float, seed: Any, low: Any, high: Any, depth: str
+        self, measure: Any, size: Any, kind: Any, norm: Any, order: Any, seed: Any, low: Any, high: Any, depth: Any
     ) -> Choice:  # fmt: skip
-        """What the controls say; a ValueError, if one of them says nothing."""
-        for name, given in (("seed", seed), ("lower bound", low), ("upper bound", high), ("size", value)):
-            if given is None or not math.isfinite(given):
-                raise ValueError(f"the {name} is empty, expected a number")
-        if not low < high:
+        """What the controls say; a ValueError, if one of them says nothing, or what cannot be."""
+        for name, given, options in (
+            ("size", measure, MEASURES), ("noise", kind, noise.KINDS), ("norm", norm, (*NORMS, ANY)),
+        ):  # fmt: skip
+            if given not in options:
+                raise ValueError(f"the {name} is {given!r}, expected one of {', '.join(options)}")
+        size = _number("size", size, *TYPED[measure])
+        p = 2.0
+        if measure == "eps":
+            p = _number("p of the norm", order, 1.0, LARGEST_P) if norm == ANY else NORMS[norm]
+        seed = _number("seed", seed, 0, LARGEST_SEED)
+        if seed != int(seed):
+            raise ValueError(f"the seed is {seed:g}, expected a whole number")
+        low, high = (
+            _number(f"{name} bound", end, -LARGEST_BOUND, LARGEST_BOUND)
+            for name, end in (("lower", low), ("upper", high))
+        )
+        if not np.float32(low) < np.float32(high):
             raise ValueError(f"the bounds are {low:g} and {high:g}, expected the lower one first")
-        if seed < 0:
-            raise ValueError(f"the seed is {seed}, expected a whole number that is not negative")
-        if measure in ("eps", "rms") and value < 0:
-            raise ValueError(f"the size is {value:g}, expected one that is not negative")
-        p = 2.0 if measure != "eps" else NORMS.get(norm, order)
-        return Choice(kind, int(seed), float(p), measure, float(value), (float(low), float(high)), depth != "float")
+        return Choice(kind, int(seed), p, measure, size, (low, high), depth != "float")
 
     def _turn_to(self, visit: Visit, title: str) -> None:
-        subject = visit.own if title == OWN else bundled(self.kind, title)
+        subject = bundled(self.kind, title) if title in tuple(BUNDLED[self.kind]) else visit.own
         if subject is None:
             raise ValueError(f"your {self.kind} is no longer here; drop it once more")
         visit.look_at(subject)
@@ -183,7 +248,10 @@ class _Tab:
         """The answer to controls that leave the others as they are."""
         with self._safely() as problem, visit.lock:
             self._turn_to(visit, title)
-            return self._answer(visit, self.choice(*controls))
+            choice = self.choice(*controls)
+            answer = self._answer(visit, choice)
+            visit.keep_size(choice)
+            return answer
         return draw.trouble(problem[0]), self.gr.skip(), self.gr.skip()
 
     def anew(self, visit: Visit, title: str, *controls: Any) -> tuple[Any, ...]:
@@ -191,65 +259,72 @@ class _Tab:
         with self._safely() as problem, visit.lock:
             self._turn_to(visit, title)
             return self._anew(visit, title, *controls)
-        return (*[self.gr.skip()] * 4, draw.trouble(problem[0]), self.gr.skip(), self.gr.skip())
+        return (*[self.gr.skip()] * 5, draw.trouble(problem[0]), self.gr.skip(), self.gr.skip())
 
-    def _anew(self, visit: Visit, title: str, measure: str, value: Any, *controls: Any) -> tuple[Any, ...]:
-        gr = self.gr
-        choice = self.choice(measure, 0.0, *controls)
+    def _anew(
+        self, visit: Visit, title: str, measure: str, _: Any, kind: str, norm: str, *others: Any
+    ) -> tuple[Any, ...]:
+        gr, is_norm = self.gr, measure == "eps"
+        if visit.shown and (visit.shown.choice.measure == "eps") != is_norm:
+            norm = visit.norm if is_norm else "2"
+        choice = self.choice(measure, 0.0, kind, norm, *others)
         low, high, step = RANGES.get(measure, (0.0, 0.0, 0.0))
-        value = visit.sizes[measure]
-        if measure == "eps":
+        if is_norm:
             reach = visit.reach(choice)
             step = 10.0 ** math.floor(math.log10(reach) - 4) if reach else 1e-4
-            high, value = _up(1.1 * reach, step), _up(value * reach, 100 * step)
-        titles = [*BUNDLED[self.kind], *([OWN] if visit.own else [])]
-        is_norm = measure == "eps"
-        norm = controls[1] if is_norm else "2"
+            high = _up(1.1 * reach, step) or 1.0
+        choice = dataclasses.replace(choice, value=visit.size_for(choice))
+        answer = self._answer(visit, choice)
+        if is_norm:
+            visit.norm = norm
         return (
-            gr.Radio(titles, value=title),
-            gr.Slider(low, high or 1.0, value=value, step=step, label=f"Size: {LABELS[measure]}"),
+            self._titles(visit, title),
+            gr.Number(choice.value, step=step, label=f"Size: {LABELS[measure]}"),
+            gr.Slider(low, high, value=choice.value, step=step),
             gr.Radio(value=norm, interactive=is_norm),
-            gr.Slider(visible=is_norm and norm == ANY),
-            *self._answer(visit, self.choice(measure, value, *controls)),
+            gr.Number(visible=is_norm and norm == ANY),
+            *answer,
         )
+
+    def _titles(self, visit: Visit, title: str) -> Any:
+        return self.gr.Radio([*BUNDLED[self.kind], *([OWN] if visit.own else [])], value=title)
 
     def _answer(self, visit: Visit, choice: Choice) -> tuple[str, str, str]:
         outcome = visit.solve(choice)
-        visit.sizes[choice.measure] = choice.value
-        if choice.measure == "eps":
-            visit.sizes["eps"] = min(choice.value / outcome.reach, 1.0) if outcome.reach else 0.0
-        return "", draw.answer(outcome), results.code(outcome)
+        answer = "", draw.answer(outcome), results.code(outcome)
+        visit.shown = outcome
+        return answer
 
-    def upload(self, path: str | None, visit: Visit, title: str, *controls: Any) -> tuple[Any, ...]:
+    def upload(self, file: Any, visit: Visit, title: str, *controls: Any) -> tuple[Any, ...]:
         """Read a file and look at that. It does not stay on the disk."""
         skip = self.gr.skip()
-        if path is None:
-            return (skip,) * 8
+        if file is None:
+            return (skip,) * 9
+        path = Path(file["path"])
         with self._safely() as problem, visit.lock:
             try:
-                own = opened(Path(path), self.kind, self.most)
+                own = opened(path, self.kind, self.most)
             finally:
-                _remove(Path(path))
-            visit.own = own
+                _remove(path)
+            visit.own, title = own, OWN  # which stays, even if the controls do not fit it
             visit.look_at(own)
             return None, *self._anew(visit, OWN, *controls)
-        return (None, *[skip] * 4, draw.trouble(problem[0]), skip, skip)
+        return (None, self._titles(visit, title), *[skip] * 4, draw.trouble(problem[0]), skip, skip)
 
-    def saved(self, visit: Visit, title: str, *controls: Any) -> tuple[Any, ...]:
-        """The result as a file, for the browser to fetch."""
-        with self._safely() as problem, visit.lock:
-            self._turn_to(visit, title)
-            return "", str(results.save(visit.solve(self.choice(*controls)), visit.new_folder()))
-        return draw.trouble(problem[0]), self.gr.skip()
+    def saved(self, visit: Visit) -> tuple[Any, ...]:
+        """The result that is shown as a file, for the browser to fetch."""
+        return self._saved(visit, results.save)
 
-    def saved_code(self, visit: Visit, title: str, *controls: Any) -> tuple[Any, ...]:
-        """The lines of Python as a file."""
+    def saved_code(self, visit: Visit) -> tuple[Any, ...]:
+        """The lines of Python that are shown as a file."""
+        return self._saved(visit, results.save_code)
+
+    def _saved(self, visit: Visit, save: Callable[[Outcome, Path], Path]) -> tuple[Any, ...]:
         with self._safely() as problem, visit.lock:
-            self._turn_to(visit, title)
-            outcome = visit.solve(self.choice(*controls))
-            path = visit.new_folder() / f"{Path(results.name_of(outcome)).stem}.py"
-            path.write_text(results.code(outcome), encoding="utf-8")
-            return "", str(path)
+            if visit.shown is None:
+                raise ValueError(f"nothing is shown any more; choose a {self.kind} once more")
+            # What the message says about the controls stays: they are not what is saved.
+            return self.gr.skip(), str(save(visit.shown, visit.new_folder()))
         return draw.trouble(problem[0]), self.gr.skip()
 
     @contextlib.contextmanager
@@ -264,6 +339,14 @@ class _Tab:
             problem.append(f"there is not enough memory for this {self.kind}")
 
 
+def _number(name: str, given: Any, low: float, high: float) -> float:
+    """A number in a range; a ValueError, if it is none."""
+    if not isinstance(given, int | float) or not low <= given <= high:
+        said = "empty" if given is None else given
+        raise ValueError(f"the {name} is {said}, expected a number from {low:.16g} to {high:.16g}")
+    return float(given)
+
+
 def _up(value: float, step: float) -> float:
     """Rounded up to a whole number of steps."""
     return float(f"{math.ceil(value / step - 1e-9) * step:.12g}")
@@ -271,34 +354,92 @@ def _up(value: float, step: float) -> float:
 
 def _remove(upload: Path) -> None:
     """With the folder that it has for itself, and nothing else."""
-    upload.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
+        upload.unlink()
         upload.parent.rmdir()
 
 
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
-class _OwnFilesOnly:
-    """Gradio would fetch an address for whoever asks it to. Nothing here needs that, so nobody gets it."""
+def _no_file(data: Any) -> bool:
+    """Whether the path of a file is an address or a folder, anywhere in what a browser sent."""
+    if isinstance(data, dict):
+        path = str(data.get("path"))
+        return "://" in path or os.path.isdir(path) or _no_file(list(data.values()))
+    return isinstance(data, list) and any(_no_file(item) for item in data)
 
-    def __init__(self, app: Any) -> None:
-        self.app = app
+
+class _Guard:
+    """Gradio does more for whoever asks than this page needs: it fetches addresses, edits films, takes a thousand
+    files at once. Nobody gets that. Nor may the pages of others reach a server that is for this machine alone by giving
+    their own name its address."""
+
+    def __init__(self, app: Any, local: bool, most: int, folder: Path) -> None:
+        self.app, self.local, self.most, self.folder = app, local, most, folder
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        path = scope.get("path", "")
-        if scope["type"] == "http" and any(part in path for part in ("/file=http", "/proxy=")):
-            await send({"type": "http.response.start", "status": 403, "headers": []})
+        if scope["type"] == "http" and (status := self._refusal(scope)):
+            # Whoever is still sending would not see the answer.
+            while status == 507 and (await receive()).get("more_body"):
+                pass
+            await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]})
             await send({"type": "http.response.body", "body": b""})
             return
         await self.app(scope, receive, send)
+
+    def _refusal(self, scope: Any) -> int | None:
+        """The status with which a request is answered that goes no further."""
+        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        host = headers.get(b"host", "")
+        if self.local and not is_loopback(re.sub(r":\d*$", "", host)):
+            return 403
+        _, own, rest = scope["path"].partition("/gradio_api/")
+        if own and (not rest.startswith(NEEDED) or "://" in rest):
+            return 403
+        if scope["method"] not in ("GET", "HEAD"):
+            length = headers.get(b"content-length", "")
+            if not length.isdecimal():
+                return 411
+            if int(length) > self.most:
+                return 413
+            # What is uploaded and never looked at is removed after some time only.
+            if rest.startswith("upload") and _bytes_in(self.folder) > VISITORS * self.most:
+                return 507
+        return None
+
+
+def _bytes_in(folder: Path) -> int:
+    """Of the uploads in a folder."""
+    sizes = 0
+    for path in folder.glob("*/*"):
+        with contextlib.suppress(OSError):  # it may be gone already
+            sizes += path.stat().st_size if path.parent.name != SAVED else 0
+    return sizes
 
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can connect to it."""
     with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
+        return ipaddress.ip_address(_bare(host)).is_loopback
+    return host.lower() == "localhost"
+
+
+def _bare(host: str) -> str:
+    """An address of IPv6 without the brackets that it has in a URL."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def _free_port(host: str) -> int:
+    """The first one that is; an OSError, if there is none."""
+    for port in PORTS:
+        with contextlib.suppress(OSError), socket.create_server((host, port), family=_family(host)):
+            return port
+    raise OSError(f"no port from {PORTS[0]} to {PORTS[-1]} is free")
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def launch(
@@ -331,26 +472,32 @@ def launch(
     gr = gradio()
     from starlette.middleware import Middleware
 
+    host = _bare(host)
+    port = _free_port(host) if port is None else port
     before, folder = os.environ.get("GRADIO_TEMP_DIR"), tempfile.mkdtemp(prefix="clipaware-explorer-")
     os.environ["GRADIO_TEMP_DIR"] = folder
     try:
         blocks = page(most)
         blocks.queue(default_concurrency_limit=os.cpu_count() or 1, api_open=False)
         try:
-            _, address, _ = blocks.launch(
-                server_name=host,
+            blocks.launch(
+                server_name=f"[{host}]" if ":" in host else host,
                 server_port=port,
-                inbrowser=browser,
                 prevent_thread_lock=True,
                 quiet=True,
                 max_file_size=megabytes * 2**20,
                 state_session_capacity=VISITORS,
                 theme=_theme(gr),
                 css=_style(),
-                app_kwargs={"middleware": [Middleware(_OwnFilesOnly)]},
+                app_kwargs={
+                    "middleware": [Middleware(_Guard, is_loopback(host), megabytes * 2**20 + BESIDE, Path(folder))]
+                },
                 **NOT_NEEDED,
             )
             with contextlib.suppress(KeyboardInterrupt), _ended_by_a_signal():
+                address = _address(host, port)
+                if browser:
+                    webbrowser.open(address)
                 started(address)
                 threading.Event().wait()
         finally:
@@ -361,6 +508,12 @@ def launch(
             del os.environ["GRADIO_TEMP_DIR"]
         else:
             os.environ["GRADIO_TEMP_DIR"] = before
+
+
+def _address(host: str, port: int) -> str:
+    """Where a browser on this machine finds the page."""
+    host = {"0.0.0.0": "localhost", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
 
 
 @contextlib.contextmanager

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import logging
 import math
 import struct
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +25,11 @@ COLOUR_CHUNKS = (b"cHRM", b"gAMA", b"sRGB", b"cICP")
 ORIENTATION = 274  # the tag of that, in EXIF and TIFF
 PROFILE, RESOLUTION = 34675, (282, 283, 296)  # tags of a TIFF: across, down and their unit
 _opening = threading.Lock()
+for _library in ("PIL", "tifffile"):  # not to the terminal, if nobody listens: a FileError tells of what matters
+    logging.getLogger(_library).addHandler(logging.NullHandler())
+OPENED = ("PNG", "JPEG", "TIFF", "WEBP", "BMP", "GIF")  # the last one to be told by its name; no other decoder
+PROFILE_MOST = 2**26  # bytes of a colour profile
+DEFLATE = 1032  # times as many bytes as are stored may come out, see https://zlib.net/zlib_tech.html
 DEPTHS = {"uint8": 256, "uint16": 65536}
 
 
@@ -174,12 +181,12 @@ def as_stored(values: Array, orientation: int) -> Array:
     return values[:: -1 if orientation in (3, 4, 7) else 1, :: -1 if orientation in (2, 3, 7) else 1]
 
 
-def _opened(pillow: Any, path: Path) -> Any:
+def _opened(pillow: Any, path: Path | BinaryIO) -> Any:
     """Without Pillow's own limit, which is another one and for all of a process."""
     with _opening:
         limit, pillow.MAX_IMAGE_PIXELS = pillow.MAX_IMAGE_PIXELS, None
         try:
-            return pillow.open(path)
+            return pillow.open(path, formats=OPENED)
         finally:
             pillow.MAX_IMAGE_PIXELS = limit
 
@@ -224,6 +231,7 @@ def _write_pillow(path: Path, values: Array, format: str, extra: Extra, level: i
 def _read_tiff(path: Path, most: int) -> Content:
     import tifffile
 
+    _check_list(path)
     with tifffile.TiffFile(path) as file:
         series, page = file.series[0], file.pages[0]
         assert isinstance(page, tifffile.TiffPage)
@@ -246,7 +254,9 @@ def _read_tiff(path: Path, most: int) -> Content:
             content = _read_pillow(path, "tiff", most)
             extra = dataclasses.replace(content.extra, compressed=page.compression != 1, **about)
             return dataclasses.replace(content, extra=extra)
-        values, axes = series.asarray(), series.axes
+        for part in file.pages:
+            _check_segments(path, part, most)
+        values, axes = series.asarray(maxworkers=1), series.axes
     if page.bitspersample != 8 * values.dtype.itemsize:
         raise FileError(f"{path}: has {page.bitspersample} bits, expected 8 or 16, or floats")
     if values.dtype.name not in (*DEPTHS, "float16", "float32", "float64"):
@@ -290,7 +300,7 @@ def _about(page: Any) -> dict[str, Any]:
     tags = {name: page.tags[name].value for name in (ORIENTATION, PROFILE, *RESOLUTION) if name in page.tags}
     across, down, unit = (tags.get(name) for name in RESOLUTION)
     unit, resolution, dpi = 2 if unit is None else int(unit), None, None
-    if across and down and across[1] and down[1]:
+    if across and down and across[1] and down[1] and unit in (1, 2, 3):
         resolution = across, down, unit
         if unit in (2, 3):  # an inch, or a centimetre
             dpi = tuple(a / b * (1 if unit == 2 else 2.54) for a, b in (across, down))
@@ -300,6 +310,43 @@ def _about(page: Any) -> dict[str, Any]:
         "dpi": dpi,
         "resolution": resolution,
     }
+
+
+def _check_list(path: Path) -> None:
+    """The pages of a TIFF are a list, each with the place of the next. tifffile would go round in a ring for ever."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        order = "<" if file.read(2) == b"II" else ">"
+        big = file.read(2) in (b"+\0", b"\0+")
+        count, place, tag = (f"{order}Q", f"{order}Q", 20) if big else (f"{order}H", f"{order}I", 12)
+
+        def number(at: int, kind: str) -> int:
+            file.seek(at)
+            found = file.read(struct.calcsize(kind))
+            return struct.unpack(kind, found)[0] if len(found) == struct.calcsize(kind) else 0  # the end, or beyond it
+
+        at, left = number(8 if big else 4, place), size
+        while 0 < at < size:
+            length = struct.calcsize(count) + number(at, count) * tag + struct.calcsize(place)
+            left -= length
+            if left < 0:
+                raise FileError(f"{path}: is damaged: its list of pages is longer than the file")
+            at = number(at + length - struct.calcsize(place), place)
+
+
+def _check_segments(path: Path, page: Any, most: int) -> None:
+    """Before a page is decoded, which takes what comes: no strip or tile holds more than there may be of a picture."""
+    if page.keyframe.is_tiled:
+        not_too_large(path, page.keyframe.chunks, most)
+    if page.keyframe.compression == 1:
+        return
+    if sum(page.databytecounts) > path.stat().st_size:
+        raise FileError(f"{path}: is cut off, or damaged: it says to have {sum(page.databytecounts):,} bytes of pixels")
+    with path.open("rb") as file:
+        for at, length in zip(page.dataoffsets, page.databytecounts, strict=True):
+            if length * DEFLATE > 8 * most:  # or else it cannot
+                file.seek(at)
+                _inflated(path, file.read(length), 8 * most)
 
 
 def _write_tiff(path: Path, values: Array, part: Part, extra: Extra, level: int) -> None:
@@ -340,6 +387,7 @@ class _Header:
 
 
 def _chunks(path: Path, file: BinaryIO, until: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+    size = path.stat().st_size
     if file.read(8) != SIGNATURE:
         raise FileError(f"{path}: is no PNG file, though its name says so")
     while True:
@@ -349,6 +397,8 @@ def _chunks(path: Path, file: BinaryIO, until: bytes = b"") -> Iterator[tuple[by
         length, name = struct.unpack(">I4s", start)
         if name == until:
             return
+        if length > size:  # or memory for it would be asked for
+            raise FileError(f"{path}: is cut off")
         data, check = file.read(length), file.read(4)
         if len(data) < length or len(check) < 4:
             raise FileError(f"{path}: is cut off")
@@ -357,6 +407,14 @@ def _chunks(path: Path, file: BinaryIO, until: bytes = b"") -> Iterator[tuple[by
         yield name, data
         if name == b"IEND":
             return
+
+
+def _inflated(path: Path, packed: bytes, most: int) -> bytes:
+    """No more than that is taken into memory."""
+    found = zlib.decompressobj().decompress(packed, most + 1)
+    if len(found) > most:
+        raise FileError(f"{path}: is damaged: {len(packed):,} bytes stand for more than {most:,}")
+    return found
 
 
 def _header(path: Path, data: bytes) -> _Header:
@@ -412,7 +470,7 @@ def _read_png16(path: Path, most: int) -> Content:
             elif name == b"tRNS":
                 key = _key(path, header, data)
             elif name == b"iCCP":
-                profile = zlib.decompress(data[data.index(b"\0") + 2 :])
+                profile = _inflated(path, data[data.index(b"\0") + 2 :], PROFILE_MOST)
             elif name == b"eXIf":
                 exif = b"Exif\0\0" + data
             elif name == b"pHYs" and data[8] == 1:
@@ -453,32 +511,30 @@ def _unpacked(path: Path, header: _Header, packed: bytes) -> Array:
     for (row, column, down, across), (rows, columns), length in zip(passes, sizes, lengths, strict=True):
         if length:
             lines = raw[start : start + length].reshape(rows, -1)
-            values[row::down, column::across] = _unfiltered(path, lines, columns, 2 * channels).view(">u2")
+            if lines[:, 0].max() > 4:
+                raise FileError(f"{path}: is damaged: there is no filter {lines[:, 0].max()}")
+            values[row::down, column::across] = _unfiltered(lines, columns, 2 * channels).view(">u2")
         start += length
     return values
 
 
-def _unfiltered(path: Path, lines: Array, columns: int, width: int) -> Array:
-    """Undo a PNG's filters: every byte was stored as its difference from a guess made of its neighbours to the left,
-    above and between. Along diagonals, whose neighbours are all on earlier ones, a whole diagonal at a time."""
+def _unfiltered(lines: Array, columns: int, width: int) -> Array:
+    """Undo a PNG's filters, by which every byte was stored as its difference from a guess made of the same byte of the
+    pixels to the left, above and between. So some of a pixel's bytes are a picture of 8 bits, which Pillow decodes."""
+    from PIL import Image
+
     rows = len(lines)
-    kinds, stored = lines[:, 0], lines[:, 1:].reshape(rows, columns, width)
-    if kinds.max() > 4:
-        raise FileError(f"{path}: is damaged: there is no filter {kinds.max()}")
-    out = np.zeros((rows + 1, columns + 1, width), np.int16)  # with a margin of 0 above and to the left
-    for diagonal in range(rows + columns - 1):
-        i = np.arange(max(0, diagonal - columns + 1), min(rows, diagonal + 1))
-        j = diagonal - i
-        left, above, between = out[i + 1, j], out[i, j + 1], out[i, j]
-        guess = left + above - between
-        away = [abs(guess - a) for a in (left, above, between)]
-        nearest = np.where(
-            (away[0] <= away[1]) & (away[0] <= away[2]), left, np.where(away[1] <= away[2], above, between)
-        )
-        kind = kinds[i, None]
-        guesses = [np.zeros_like(left), left, above, (left + above) >> 1, nearest]
-        out[i + 1, j + 1] = (stored[i, j] + np.choose(kind, guesses)) & 255
-    return np.ascontiguousarray(out[1:, 1:].astype(np.uint8))
+    kinds, stored = lines[:, :1], lines[:, 1:].reshape(rows, columns, width)
+    out = np.empty((rows, columns, width), np.uint8)
+    few = width if width <= 4 else width // 2
+    colour = {2: 4, 3: 2, 4: 6}[few]
+    for first in range(0, width, few):
+        here = stored[..., first : first + few].reshape(rows, -1)
+        data = zlib.compress(np.concatenate((kinds, here), axis=1).tobytes(), 0)
+        png = _joined(((b"IHDR", struct.pack(">2I5B", columns, rows, 8, colour, 0, 0, 0)), (b"IDAT", data)))
+        with _opened(Image, io.BytesIO(png)) as image:
+            out[..., first : first + few] = image
+    return out
 
 
 def _png16(values: Array, extra: Extra, level: int) -> bytes:
@@ -496,7 +552,11 @@ def _png16(values: Array, extra: Extra, level: int) -> bytes:
         found.append((b"pHYs", struct.pack(">2IB", *(round(a / 0.0254) for a in extra.dpi), 1)))
     if exif := _exif_of(extra):
         found.append((b"eXIf", exif.removeprefix(b"Exif\0\0")))
-    found += [(b"IDAT", zlib.compress(filtered.tobytes(), level)), (b"IEND", b"")]
+    return _joined([*found, (b"IDAT", zlib.compress(filtered.tobytes(), level))])
+
+
+def _joined(chunks: Iterable[tuple[bytes, bytes]]) -> bytes:
     return SIGNATURE + b"".join(
-        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in found
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in (*chunks, (b"IEND", b""))
     )

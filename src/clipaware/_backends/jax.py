@@ -18,7 +18,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import lru_cache, partial
 from itertools import count
 from typing import Any
 
@@ -193,7 +193,7 @@ def senseless(block: Block, x: Array) -> Array:
     """Per row, not 0 where x, not yet clipped, is not finite or the bounds are not in order."""
     disorder = row_max(jnp.where(block.lower <= block.upper, 0.0, 1.0))
     # What is not finite makes the sum NaN, in much less time than asking every element.
-    return jnp.where(jnp.isnan(row_sum(x.astype(jnp.float32) * 0)), 1.0, disorder)
+    return jnp.where(jnp.isnan(row_sum(x.astype(jnp.promote_types(x.dtype, jnp.float32)) * 0)), 1.0, disorder)
 
 
 # --- what the API asks for --------------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ def _solved_here(
         return v.astype(x.dtype).reshape(shape), *numbers
 
 
-@cache
+@lru_cache(maxsize=256)
 def _solver(p: float, mode: str, write: bool, samples: int, wide: Any) -> Callable[..., tuple[Array, ...]]:
     """The solver of traced arrays: under vmap one more dimension is more rows, and loops and conditions stay one."""
     here = partial(_solved_here, p=p, mode=mode, write=write, samples=samples, wide=wide)
@@ -440,7 +440,8 @@ def _perturb(
         its_eps = its_eps.astype(np.float64) * (1 - 2.0**-24)
     v, eta, status = host.solve(mine, its_delta, its_eps, bounds[0], bounds[1], p=p, mode=mode, write=write)
     kept = _kept(x, samples)
-    numbers = tuple(a.astype(_wide()).reshape(kept) for a in (eta, status))
+    with np.errstate(over="ignore"):  # a scale may be too large for float32
+        numbers = tuple(a.astype(_wide()).reshape(kept) for a in (eta, status))
     return tuple(_beside(x, a) for a in ((v.reshape(x.shape), *numbers) if write else numbers))
 
 
@@ -473,7 +474,7 @@ def _moved_here(names: mesh.Names, *arrays: Array, p: float, samples: int) -> tu
         return v_dot.reshape(shape), eta_dot.reshape(kept)
 
 
-@cache
+@lru_cache(maxsize=256)
 def _mover(p: float, samples: int) -> Callable[..., tuple[Array, ...]]:
     return mesh.distributed(partial(_moved_here, p=p, samples=samples))
 
@@ -565,7 +566,7 @@ def _reached(*problem: Array, p: float, samples: int) -> Array:
     return found
 
 
-@cache
+@lru_cache(maxsize=256)
 def _reacher(p: float, samples: int, wide: Any) -> Callable[..., tuple[Array, ...]]:
     return _folding(mesh.distributed(partial(_reached_here, p=p, samples=samples, wide=wide)), 2)
 
@@ -599,7 +600,7 @@ def _summed_up(*problem: Array, p: float, samples: int) -> tuple[Array, ...]:
     return _summer(p, samples, _wide())(*problem)
 
 
-@cache
+@lru_cache(maxsize=256)
 def _summer(p: float, samples: int, wide: Any) -> Callable[..., tuple[Array, ...]]:
     return _folding(mesh.distributed(partial(_summed_up_here, p=p, samples=samples, wide=wide)), 2)
 
@@ -645,7 +646,7 @@ def _pulled(*arrays: Array, p: float, samples: int, shapes: tuple[Any, ...]) -> 
     return _puller(p, samples, shapes, arrays[5].dtype == jnp.float64)(*arrays)
 
 
-@cache
+@lru_cache(maxsize=256)
 def _puller(p: float, samples: int, shapes: tuple[Any, ...], x64: bool) -> Callable[..., tuple[Array, ...]]:
     """Gradients, which can be differentiated themselves, operation by operation."""
     here = partial(_pulled_here, p=p, samples=samples, shapes=shapes, x64=x64)

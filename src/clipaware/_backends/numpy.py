@@ -99,7 +99,10 @@ def fold(combine: str, tiles: list[Any], values: list[Array], like: Array) -> Ar
 
 def where(condition: Array, yes: Array, no: Array) -> Array:
     """np.where; on large arrays by bits, since its branches cost far more than the arithmetic."""
-    if condition.size < SMALL or (dtype := np.result_type(yes, no)).kind != "f":
+    dtype = np.result_type(yes, no)
+    if isinstance(yes, float) and no.dtype.itemsize == 2:
+        yes, dtype = no.dtype.type(yes), no.dtype  # NumPy has no rule for a number beside bfloat16
+    if condition.size < SMALL or dtype.kind != "f" or dtype.itemsize == 2:
         return np.where(condition, yes, no)
     integer: Any = np.int32 if dtype.itemsize == 4 else np.int64
     mask = condition.astype(integer)
@@ -221,7 +224,7 @@ def is_array(a: Any) -> bool:
     return isinstance(a, (np.ndarray, np.generic)) and not isinstance(a, np.ma.MaskedArray)
 
 
-@cache
+@lru_cache(maxsize=64)
 def _name(dtype: Any) -> str:
     return str(dtype)
 
@@ -293,7 +296,8 @@ def ndim(a: Array) -> int:
 
 def result(a: Array, x: Array) -> Array:
     """In x's dtype, or float32 if that is wider."""
-    return a.astype(np.float64 if x.dtype == np.float64 else np.float32)
+    with np.errstate(over="ignore"):
+        return a.astype(np.float64 if x.dtype == np.float64 else np.float32)
 
 
 def true_rows(condition: Array) -> Array:

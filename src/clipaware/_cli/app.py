@@ -257,7 +257,7 @@ def _before(
         raise CommandError(f"{there[0]}{more} exist(s) already; choose --resume, --overwrite or another --out")
     rows: dict[Path, list[Row]] = {}
     for row in record.load() if record.path.exists() else []:
-        if row["output"].exists():
+        if os.path.exists(row["output"]):  # which is False of names that cannot be, too
             rows.setdefault(row["output"], []).append(row)
     there_already = ((real(task.output), task) for task in tasks if resume)
     return rows, {path for path, task in there_already if _kept(task, rows.get(path, []), settings, record)}
@@ -418,7 +418,7 @@ def replay(
             if json_lines:
                 print(json.dumps({"output": name, "identical": error is None, "error": error}), flush=True)
             elif error is None:
-                print(f"identical  {name}", flush=True)
+                print(show.readable(f"identical  {name}"), flush=True)
             if error is not None:
                 show.error(f"error: {error}")
     if failed:
@@ -544,6 +544,8 @@ def explore(
     most = explorer.MOST if max_elements is None else at_least(max_elements, 1, "--max-elements")
     if port is not None and not 0 < port < 2**16:
         raise CommandError(f"--port is {port}, expected a number from 1 to 65535")
+    if not host:
+        raise CommandError("--host is empty, expected an address or a name")
     if not explorer.is_loopback(host):
         show.error(f"warning: --host {host} lets whoever can reach this machine use the page; it asks for no password")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -75,10 +76,24 @@ def _again(task: Task, output: Path, row: Row, base: Path, out: Path | None, ove
     elif target.exists() and not overwrite:
         raise FileError(f"{target}: exists; choose --overwrite or another --out")
     else:
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(task.output, target)
-        except OSError as error:
-            raise FileError(f"{target}: cannot be written: {error.strerror}") from error
+        # A manifest may come from others, and so may the folder that it is in, with its links.
+        folder = out.resolve() if out else base
+        if not target.parent.resolve().is_relative_to(folder):
+            raise FileError(f"{target}: is not below {folder}, and nothing else is written to; choose another --out")
+        _moved(task.output, target)
     if not same:
         raise FileError(f"{target}: came out different from what the manifest tells of (other versions of libraries?)")
+
+
+def _moved(made: Path, target: Path) -> None:
+    """Whole or not at all, from another disk, too."""
+    partial = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            shutil.move(made, partial)
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise FileError(f"{target}: cannot be written: {error.strerror}") from error

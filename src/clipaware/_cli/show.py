@@ -26,8 +26,8 @@ def error(text: str) -> None:
 
 
 def readable(text: str) -> str:
-    """Names of files may have bytes that are no letters."""
-    return text.encode(errors="backslashreplace").decode()
+    """In one line, without what would steer a terminal: names of files may have any bytes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def cells(row: Row, root: Path) -> tuple[str, ...]:

@@ -406,7 +406,10 @@ def norm_of(difference: Array, p: float) -> float:
 
 
 def digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    if not path.is_file():
+        raise FileError(f"{path}: is no file")  # a pipe or a device might never end
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------
@@ -470,7 +473,7 @@ class Manifest:
                 rows = list(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])))
             # Of an output that was made again, the last row counts.
             found = {(row["output"], row["part"]): row for row in map(self._loaded, rows)}
-        except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error) as error:
             raise CommandError(
                 f"{self.path} is no manifest of clipaware perturb: {type(error).__name__}: {error}"
             ) from error

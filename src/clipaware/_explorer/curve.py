@@ -78,7 +78,8 @@ class Curve:
         clipped, free = self.sums(scale)
         if self.p == math.inf:
             return np.maximum(clipped, scale * free)
-        return clipped + np.asarray(scale) ** self.p * free
+        # Not the power of the scale by itself, which may overflow.
+        return clipped + (scale * free ** (1 / self.p)) ** self.p
 
     def norm(self, scale: Any) -> Array:
         power = self.power(scale)
@@ -90,12 +91,14 @@ class Curve:
         if self.p == math.inf:
             wide = self.room >= eps * (1 - 1e-12)
             return [0.0, eps / float(self.size[wide].max()) if wide.any() else self.last]
-        scales, target = [0.0], eps**self.p
+        # More than twice of all there is asks for the same, and has a power.
+        scales, target = [0.0], min(eps, 2 * float(self.norm(self.last))) ** self.p
         while len(scales) <= PASSES:
             clipped, free = self.sums(scales[-1])
             if free <= 0 or target <= clipped:
                 break
-            step = min(float((target - clipped) / free) ** (1 / self.p), self.last)
+            with np.errstate(over="ignore"):
+                step = min(float((target - clipped) / free) ** (1 / self.p), self.last)
             if step <= scales[-1] * (1 + 1e-14):
                 break
             scales.append(step)

@@ -21,6 +21,7 @@ Array = Any
 
 SIDE = 560  # pixels of a preview at most, either way
 SECONDS = 15  # of a recording that can be listened to on the page
+LONG = 8  # as long as this many times its width: it is stretched
 COLUMNS = 420  # of a waveform
 NAMES = {"eps": "norm", "rms": "RMS", "snr": "SNR", "psnr": "PSNR"}
 
@@ -88,8 +89,8 @@ def _notes(outcome: Outcome) -> str:
     elif outcome.part.levels and outcome.asked and abs(outcome.exact / outcome.asked - 1) >= 5e-4:
         notes.append("exact is as near as whole steps can come; choose float for a nearer one")
     if outcome.outside:
-        share = outcome.outside / outcome.part.values.size
-        notes.append(f"{share:.1%} of the values lay outside the bounds and were moved to them first")
+        of = f"{outcome.outside:,} of {outcome.part.values.size:,}"
+        notes.append(f"{of} values lay outside the bounds and were moved to them first")
     return "".join(f'<div class="ca-note">{html.escape(note)}</div>' for note in notes)
 
 
@@ -103,7 +104,10 @@ def _pictures(outcome: Outcome) -> str:
     moves = [_change(outcome.real(after), outcome.real(before)) for after in (naive, exact)]
     brightest = max(float(np.quantile(move, 0.995)) for move in moves) or 1.0
     bar = f'<span class="ca-bar"></span> {brightest:.2g}+'
-    every = f", every {_stride(outcome.part.values)}th pixel" if _stride(outcome.part.values) > 1 else ""
+    orientation = getattr(outcome.subject.content.extra, "orientation", 1)
+    strides, long = _strides(outcome.part.values), " ca-long" if _is_long(outcome.part.values) else ""
+    every = f", every {_ordinal(max(strides))} pixel" if max(strides) > 1 else ""
+    every += ", stretched" if long else ""
     figures = [
         ("original", f"original{every}", _grey_or_rgb(outcome, before)),
         ("naive", f"naive: {outcome.naive:.5g}", _grey_or_rgb(outcome, naive)),
@@ -116,22 +120,34 @@ def _pictures(outcome: Outcome) -> str:
         ("naive-change", f"naive: change 0 {bar}", _coloured(moves[0] / brightest)),
         ("exact-change", f"exact: change 0 {bar}", _coloured(moves[1] / brightest)),
     ]
-    orientation = getattr(outcome.subject.content.extra, "orientation", 1)
     return '<div class="ca-gallery">' + "".join(
-        f'<figure class="ca-figure ca-of-{name}"><img alt="{name}" src="{_jpeg(pixels, orientation)}">'
+        f'<figure class="ca-figure ca-of-{name}{long}"><img alt="{name}" src="{_jpeg(pixels, orientation)}">'
         f"<figcaption>{caption}</figcaption></figure>"
         for name, caption, pixels in figures
     ) + "</div>"  # fmt: skip
 
 
-def _stride(values: Array) -> int:
-    return -(-max(int(side) for side in values.shape[:2]) // SIDE)
+def _is_long(values: Array) -> bool:
+    """Whether a picture is so long that at its own proportions there would be nothing to see."""
+    down, across = values.shape[:2]
+    return bool(max(down, across) > LONG * min(down, across))
+
+
+def _strides(values: Array) -> tuple[int, int]:
+    """Down and across, the same unless a picture is long."""
+    down, across = (-(-int(side) // SIDE) for side in values.shape[:2])
+    return (down, across) if _is_long(values) else (max(down, across),) * 2
 
 
 def _some(values: Array) -> tuple[slice, slice]:
     """Pixels for a preview, as they are: an average of neighbours would have less noise."""
-    every = slice(None, None, _stride(values))
-    return every, every
+    down, across = _strides(values)
+    return slice(None, None, down), slice(None, None, across)
+
+
+def _ordinal(k: int) -> str:
+    last = "th" if k // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(k % 10, "th")
+    return f"{k}{last}"
 
 
 def _change(after: Array, before: Array) -> Array:
@@ -329,10 +345,15 @@ def _newton(outcome: Outcome) -> str:
         norms = curve.norm(curve.breaks)
         one = float(curve.breaks[np.argmax(norms >= 0.99 * norms[-1])]) or 1.0
     unit = float(curve.norm(one)) or 1.0
-    target = (outcome.asked / unit) ** order
+
+    def power(ratio: Any) -> float:
+        """Of what is far outside the plot, one that is outside, too, and does not overflow."""
+        return float(min(float(ratio), 4.0) ** order)
 
     def at(scale: float) -> tuple[float, float]:
-        return float((scale / one) ** order), float(curve.norm(scale) / unit) ** order
+        return power(scale / one), power(curve.norm(scale) / unit)
+
+    target = power(outcome.asked / unit)
 
     far, high = 1.3, 1.25 * max(1.0, min(target, 1.6))
     plot = _Plot(far, high, "scale", "norm", "" if p in (1, math.inf) else f"{p:g}")

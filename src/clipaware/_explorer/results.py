@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from clipaware import audio, images
-from clipaware._explorer.solve import Outcome, limits
-from clipaware._media import ENDINGS, Content, write
+from clipaware._explorer.solve import OWN_BOUNDS, Outcome, limits
+from clipaware._media import ENDINGS, Content, write, write_bytes
 
 Array = Any
 
@@ -43,6 +43,12 @@ def save(outcome: Outcome, folder: Path) -> Path:
     return path
 
 
+def save_code(outcome: Outcome, folder: Path) -> Path:
+    path = folder / f"{Path(name_of(outcome)).stem}.py"
+    write_bytes(path, code(outcome).encode())
+    return path
+
+
 def _alpha(alpha: Array, dtype: Any) -> Array:
     """Of a picture, in the dtype of its new values; one channel, if there are more."""
     most = np.iinfo(alpha.dtype).max if alpha.dtype.kind == "u" else 1
@@ -59,6 +65,7 @@ def code(outcome: Outcome) -> str:
     imports, reading, saving = (_picture if picture else _sound)(outcome)
     low, high = (float(end) for end in limits(outcome.part, choice.bounds))
     steps = 255 if picture else 2**15
+    moved = outcome.outside or choice.bounds != OWN_BOUNDS[outcome.subject.kind]
     if choice.whole:
         ends = f"({low:g} / {steps}, {high:g} / {steps})"
         function, levels = "perturb_quantized", f"levels={high - low + 1:g}, "
@@ -72,7 +79,7 @@ def code(outcome: Outcome) -> str:
         "",
         *reading,
         f"bounds = {ends}",
-        *(["x = x.clip(*np.float32(bounds))"] if outcome.outside else []),
+        *(["x = x.clip(*np.float32(bounds))"] if moved else []),
         f'delta = noise.sample("{choice.noise}", x, seed={choice.seed}, axes={outcome.part.spatial})',
         f"eps = {_size(outcome)}",
         f"v = ca.{function}(x, delta, eps, p={_order(choice.p)}, {levels}bounds=bounds, axis=None)",

@@ -35,6 +35,7 @@ BUNDLED = {
 STARTS = {"eps": 0.5, "rms": 0.2, "snr": 3.0, "psnr": 15.0}  # sizes; of a norm, its share of the reach
 OWN_BOUNDS = {"picture": (0.0, 1.0), "sound": (-1.0, 1.0)}
 BITS = {"picture": 8, "sound": 16}
+SAVED = "saved"  # the folder, inside that of temporary files, of what is to be fetched
 
 
 @dataclass(frozen=True)
@@ -85,14 +86,15 @@ def opened(path: Path, kind: str, most: int = MOST) -> Subject:
     shape, channels = content.parts[""].values.shape, content.parts[""].channels
     if kind == "picture" and (len(shape) > 2 + channels or (channels and shape[-1] != 3)):
         raise FileError(f"{path.name}: has shape {shape}, expected one picture, grey or RGB")
-    if not content.parts[""].levels and not np.isfinite(content.parts[""].values).all():
-        raise FileError(f"{path.name}: has elements that are NaN or infinite")
+    if not content.parts[""].levels and (odd := int((~np.isfinite(content.parts[""].values)).sum())):
+        raise FileError(f"{path.name}: has {odd} element(s) that are NaN or infinite")
     return Subject(path.name, content)
 
 
 def as_floats(part: Part) -> Array:
     """In float32, on the scale of low and high."""
-    floats = part.values.astype(np.float32)
+    with np.errstate(over="ignore"):  # what is too large for float32 is outside of any bounds
+        floats = part.values.astype(np.float32)
     if part.levels is None:
         return floats
     return floats / np.float32(-part.first if part.first else part.levels - 1)
@@ -147,7 +149,7 @@ class Outcome:
         values, delta = self.part.values[where], self.delta[where]
         low, high = self.ends
         if self.part.levels is None:
-            return np.clip(values + np.float32(self.scale) * delta, low, high)
+            return np.clip(values + self.scale * delta.astype(np.float64), low, high).astype(values.dtype)
         steps = np.floor(self.scale / self.part.step * np.abs(delta).astype(np.float64) + 0.5)
         return np.clip(values + np.copysign(steps, delta), low, high).astype(values.dtype)
 
@@ -172,13 +174,27 @@ def limits(part: Part, bounds: tuple[float, float]) -> tuple[float, float]:
     return float(first + part.first), float(last + part.first)
 
 
+def outside_of(part: Part, bounds: tuple[float, float]) -> int:
+    """How many values of a file are not between the bounds; those of whole numbers up to rounding."""
+    if part.levels is None:
+        low, high = bounds
+    else:
+        low, high = ((end - part.low) / part.step + part.first for end in bounds)
+        low, high = math.ceil(low - 1e-6), math.floor(high + 1e-6)
+    with np.errstate(over="ignore"):  # of bounds in float16
+        return int(np.count_nonzero((part.values < low) | (part.values > high)))
+
+
 class Visit:
     """What one visitor looks at, with what can be kept from one answer to the next. No two visitors share one."""
 
     def __init__(self) -> None:
         self.subject: Subject | None = None
         self.own: Subject | None = None  # what was uploaded last
-        self.sizes = dict(STARTS)  # of every measure, the last; of a norm as a share of the reach
+        self.shown: Outcome | None = None  # what the page shows, and what is taken home
+        self.sizes = dict(STARTS)  # of every measure, the last
+        self.norm = "2"  # the last that was chosen
+        self._reach = 1.0  # of which the last norm was a part
         self.lock = threading.Lock()
         self._kept: dict[str, tuple[Any, Any]] = {}
         self._folder: Path | None = None
@@ -190,7 +206,8 @@ class Visit:
         """For a file to be fetched; the one before is gone."""
         self.forget()
         # Whoever knows the name may fetch it, so nobody is to guess it.
-        self._folder = Path(os.environ.get("GRADIO_TEMP_DIR") or tempfile.gettempdir()) / secrets.token_hex(16)
+        root = Path(os.environ.get("GRADIO_TEMP_DIR") or tempfile.gettempdir())
+        self._folder = root / SAVED / secrets.token_hex(16)
         self._folder.mkdir(mode=0o700, parents=True)
         return self._folder
 
@@ -216,13 +233,13 @@ class Visit:
         """What is perturbed: inside the bounds, as it is stored and in float32; and how much of it was outside."""
         assert self.subject is not None
         part, kind = self.subject.content.parts[""], self.subject.kind
+        outside = outside_of(part, choice.bounds)
         if choice.whole:
             part = on_own_grid(part, kind)
         else:
             part = Part(as_floats(part), *OWN_BOUNDS[kind], None, 0, part.channels, part.spatial)
         low, high = limits(part, choice.bounds)
-        outside = int(np.count_nonzero((part.values < low) | (part.values > high)))
-        if outside:
+        if part.values.min() < low or part.values.max() > high:
             part = dataclasses.replace(part, values=np.clip(part.values, low, high).astype(part.values.dtype))
         return part, as_floats(part), outside
 
@@ -253,6 +270,23 @@ class Visit:
 
     def reach(self, choice: Choice) -> float:
         return self._curve(choice)[2]
+
+    def keep_size(self, choice: Choice) -> None:
+        """As the last of its measure."""
+        self.sizes[choice.measure] = choice.value
+        if choice.measure == "eps":
+            self._reach = self.reach(choice)
+
+    def size_for(self, choice: Choice) -> float:
+        """The last of a measure. Of a norm whose reach is another now, as large a share of that, to three digits."""
+        size = self.sizes[choice.measure]
+        if choice.measure != "eps" or (reach := self.reach(choice)) == self._reach:
+            return size
+        share = min(size / self._reach, 1.0) if self._reach else STARTS["eps"]
+        if not share * reach:
+            return 0.0
+        unit = 10.0 ** (math.floor(math.log10(share * reach)) - 2)
+        return float(f"{math.floor(share * reach / unit + 1e-9) * unit:.12g}")
 
     def asked(self, choice: Choice) -> float:
         """The norm that a size stands for."""
@@ -287,5 +321,5 @@ def size_of(x: Array, measure: str, value: float, bounds: tuple[float, float]) -
     options = {"bounds": bounds} if measure == "psnr" else {}
     found = float(getattr(targets, f"eps_from_{measure}")(x, value, axis=None, **options).item())
     if measure == "snr" and found == 0:
-        raise ValueError("all of it is 0, and an SNR is relative to that")
+        raise ValueError("all of it is 0, and an SNR is relative to that; choose another size")
     return found

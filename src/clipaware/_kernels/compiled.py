@@ -24,6 +24,7 @@ from numba.extending import intrinsic, overload
 
 from clipaware._math import (
     AT_ZERO,
+    HALVE_FROM,
     HELD,
     MAX_PASSES,
     NEWTON_PASSES,
@@ -38,6 +39,8 @@ LANE = 4096
 SAMPLE_FROM = 2**14  # rows this long solve a sample of contiguous runs first, and start there
 SAMPLE_RUNS, SAMPLE_MOST = 8, 4096
 HUGE = 1e300
+SAFE = 1e30
+FAR_SINGLE, FAR_DOUBLE = 2.0**127, 2.0**1023
 LIMIT = 1 - 32 * 2.0**-52  # of the norm over eps, where it must not be more
 BAD = -1  # values of this row want looking at: something is not finite, or x not inside its bounds
 LOST = -2  # and it stays so: the row is NaN
@@ -54,7 +57,7 @@ SOLVED, REACHED = 0, 1
 # What all rows of a call share.
 RULES = np.dtype(
     [(name, np.int64) for name in ("n", "task", "mode", "write", "grid", "single", "final")]
-    + [(name, np.float64) for name in ("p", "ulp", "tiny", "settled", "tight", "close")],
+    + [(name, np.float64) for name in ("p", "ulp", "tiny", "settled", "tight", "close", "least")],
 )
 # What a row knows of itself, in the letters of _math.
 STATE = np.dtype(
@@ -447,8 +450,10 @@ def sweep(x, delta, a, b, out, s, rules, order):
             else:
                 _write(here, along, low, high, v, K, dm)
             careful = s.polishing or rules.mode == _AT_MOST
+            if p > 4:
+                top = max(top, _furthest(here, v, s.down) if careful else _furthest(here, v, F(s.down)))
             if p == np.inf:
-                u = max(u, _furthest(here, v, s.down) if careful else _furthest(here, v, F(s.down)))
+                u = top
             else:
                 u += _measure(here, v, s.down, p, order) if careful else _measure(here, v, F(s.down), p, order)
         elif want == LOOK_AND_SUMS:
@@ -513,7 +518,7 @@ def begin(s, eps, roomy, rules):
     s.want = LOOK
     if not 0 <= eps < np.inf:
         lose(s, rules)
-    elif eps > 0 and roomy and rules.task == SOLVED and rules.n >= SAMPLE_FROM and rules.p < np.inf:
+    elif eps >= rules.least and roomy and rules.task == SOLVED and rules.n >= SAMPLE_FROM and rules.p < np.inf:
         # If all units turn out to be 1, as usual, the first look at the row is Newton's first step as well.
         set_units(s, 1.0, roomy, rules)
         if s.plain:
@@ -532,7 +537,7 @@ def advance(s, u, w, top, bad, roomy, rules):
     if want == SUMS:
         newton_step(s, u, w, rules)
     elif want == WRITE:
-        written(s, u, rules)
+        written(s, u, top, rules)
     elif want == LOOK or want == LOOK_AND_SUMS:
         looked(s, top, bad, roomy, rules)
         if want == LOOK_AND_SUMS and s.want == SAMPLE and s.plain:
@@ -594,7 +599,7 @@ def looked(s, top, bad, roomy, rules):
             s.status, s.want = BAD, DONE
     elif rules.task == REACHED:
         s.want = ROOMS
-    elif top <= 0 or s.eps <= 0:
+    elif top <= 0 or s.eps < rules.least:
         s.status = ZERO if top <= 0 else AT_ZERO
         s.want = COPY if rules.write else DONE
     else:
@@ -646,9 +651,11 @@ def settle(s, A, C, rules):
         s.lo = max(s.lo, root)
     closed = s.hi <= s.lo * (1 + rules.tight)
     s.C = C
-    bisect = s.hi < HUGE and left and s.count >= NEWTON_PASSES and not closed
+    # A bracket may reach further than numbers do.
+    bisect = (s.bracketed or s.hi < HUGE) and left and s.count >= NEWTON_PASSES and not closed
     if arrived:
-        s.T = root
+        # From the left no step goes back: what would is rounding, which a flat slope makes much of.
+        s.T = max(root, T) if left else root
     elif not (short or (over and left)):
         s.T = math.sqrt(s.lo) * math.sqrt(s.hi) if bisect else s.lo
     s.left = not bisect
@@ -681,10 +688,12 @@ def finish(s, status, rules):
 
 
 @step
-def written(s, total, rules):
+def written(s, total, furthest, rules):
     """Whether the array as it was written has the norm; ``_math.write`` and ``_math.polish``."""
     p, ulp, at_most = rules.p, rules.ulp, rules.mode == _AT_MOST
-    norm = (total if p == np.inf else total ** (1 / p)) / (s.eps * s.down)
+    # Where powers overflow or vanish, the largest element says on which side it is, and nearly how far.
+    by_sum = p < np.inf and (p <= 4 or 1 / SAFE < total < SAFE)
+    norm = (total ** (1 / p) if by_sum else furthest) / (s.eps * s.down)
     limit = LIMIT if at_most else np.inf
     edge = min(limit, 1.0)
     s.written = narrow(s.K, rules.single)
@@ -693,7 +702,7 @@ def written(s, total, rules):
         if not (moving or (at_most and norm > limit)):
             s.want = DONE
             return
-        s.below, s.above, s.gap, s.best = -1.0, HUGE, HUGE, 0.0 if at_most else s.written
+        s.below, s.above, s.gap, s.best = -1.0, np.inf, HUGE, 0.0 if at_most else s.written
         s.polishing = 1
         if not at_most and rules.single:
             s.K = s.written
@@ -710,18 +719,24 @@ def written(s, total, rules):
     count = s.polishing - 1
     s.polishing += 1
     closed = False
-    if s.below >= 0 and s.above < HUGE:
+    if s.below >= 0 and s.above < np.inf:
         middle = narrow(s.below + (s.above - s.below) / 2, rules.single)
         share = (edge - s.at_below) / (s.at_above - s.at_below)
-        between = narrow(s.below + (s.above - s.below) * share, rules.single) if count % 2 == 0 else middle
+        between = (
+            narrow(s.below + (s.above - s.below) * share, rules.single)
+            if count % 2 == 0 and count < HALVE_FROM
+            else middle
+        )
         if not s.below < between < s.above:
             between = middle
         closed = not s.below < between < s.above
         s.K = between
     else:
-        # Until there is a bracket: the tangent's step and a little more, twice as far each time it was too short.
-        stride = (abs(edge - norm) / s.slope + 2 * ulp) * 2.0 ** min(count, 30)
-        s.K = narrow(max(K * (1 - stride if above else 1 + stride), 0.0), rules.single)
+        # Until there is a bracket: the tangent's step and a little more, further each time it was too short.
+        stride = (abs(edge - norm) / s.slope + 2 * ulp) * 4.0 ** min(count, 30)
+        # Not so far that nothing times it is something.
+        outward = min(K * (1 - stride if above else 1 + stride), FAR_SINGLE if rules.single else FAR_DOUBLE)
+        s.K = narrow(max(outward, 0.0), rules.single)
     near = 1e-8 if rules.grid else rules.close / 2
     if closed or s.gap <= near + 1 - edge or s.polishing > POLISH_PASSES:
         s.K = s.best

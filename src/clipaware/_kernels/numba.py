@@ -52,7 +52,8 @@ BFLOAT16 = 2
 LONG = 2**18  # rows from this length on are swept by several threads
 LARGE = 2**17  # elements that are worth a thread; batches of twice as many are split
 TABLE = 2**16  # powers that a table of them may have
-PIECE = 2**19  # elements that a thread takes at a time, unless there are fewer
+PIECE = 2**19  # elements that a thread takes at a time, unless there are fewer; between two, Ctrl-C is heard
+HUGE = 2**22  # rows from this length on are swept in parts by one thread, too
 
 
 def launch(kernel: Any, *arguments: Any) -> Any:
@@ -67,7 +68,7 @@ def launch(kernel: Any, *arguments: Any) -> Any:
 def rules_for(n: int, p: float, task: int, mode: str, write: bool, grid: int, single: bool, final: bool) -> Array:
     numerics = SINGLE if single else DOUBLE
     settled = LOOSE if single and write else numerics.settled
-    limits = numerics.ulp, numerics.tiny, settled, numerics.settled, numerics.close
+    limits = numerics.ulp, numerics.tiny, settled, numerics.settled, numerics.close, numerics.least
     return np.array([(n, task, MODES[mode], write, grid, single, final, p, *limits)], RULES)
 
 
@@ -78,7 +79,7 @@ def launch_rows(kernel: Any, arrays: tuple[Any, ...], piece: tuple[int, int]) ->
 def split(rows: int, n: int) -> list[tuple[int, int]]:
     """Blocks of rows: one, if they are not worth a thread, or enough of them to even out what threads get done."""
     workers = min(threads.count(), rows * n // LARGE)  # each with enough to do to be worth waking
-    pieces = min(rows, max(workers, rows * n // PIECE)) if workers > 1 else 1
+    pieces = min(rows, max(workers, rows * n // PIECE, 1))
     return [(rows * k // pieces, rows * (k + 1) // pieces) for k in range(pieces)]
 
 
@@ -164,7 +165,7 @@ def _solve_easy(
     arrays = x, delta, lower, upper, eps, out, eta, info, rules, ORDERS.get(p, ANY_ORDER)
     if rows * n < LARGE:
         launch(solve_rows, *arrays, 0, rows)
-    elif n >= LONG and rows < 2 * threads.count() > 2:
+    elif n >= HUGE or (n >= LONG and rows < 2 * threads.count() > 2):
         _solve_long(*arrays)
     else:
         threads.run(partial(launch_rows, solve_rows, arrays), split(rows, n))
@@ -185,7 +186,7 @@ def _solve_long(
 ) -> None:
     """Few long rows: one after the other, each sweep in parts."""
     n, states = x.shape[1], np.zeros(2, STATE)
-    pieces = 4 * threads.count()
+    pieces = max(4 * threads.count(), n // PIECE)
     edges = [n * k // pieces // LANE * LANE for k in range(pieces)] + [n]
     found = np.empty((pieces, 4))
     for i in range(x.shape[0]):
@@ -243,7 +244,8 @@ def vjp(
         ]
         found = tuple(mine), bound_sums[part], eps_bar[part]
         arrays = *problem, *bounds, *per_row, *pulled, *found, rules, ORDERS.get(p, ANY_ORDER)
-        threads.run(partial(launch_rows, pull_rows, arrays), split(height, n))
+        work = partial(threads.run, partial(launch_rows, pull_rows, arrays), split(height, n))
+        threads.run_apart(work) if n >= HUGE else work()
         if not direct:
             with np.errstate(over="ignore"):  # in float16
                 for bar, some_of_it in zip(bars, mine, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ def _cores() -> int:
 
 
 _count = _cores()
-_idle = _count - 1  # threads of the pool that are not at work for a call
+_busy: list[Future[None]] = []  # what the pool was given to do, and may have done
 
 
 def count() -> int:
@@ -47,18 +48,17 @@ def set_threads(number: int | None) -> None:
     >>> ca.set_threads(1)
     >>> ca.set_threads(None)
     """
-    global _count, _idle, _pool
+    global _count, _pool
     if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
         raise ValueError(f"number is {number!r}, expected a positive int or None")
     with _lock:
-        before, _count = _count, _cores() if number is None else number
-        _idle, _pool = _idle + _count - before, None
+        _count, _pool = _cores() if number is None else number, None
 
 
 def _forget() -> None:
     """In a forked child: its parent's threads did not come along, and its lock may be held for ever."""
-    global _idle, _lock, _pool
-    _idle, _lock, _pool = _count - 1, threading.Lock(), None
+    global _busy, _lock, _pool
+    _busy, _lock, _pool = [], threading.Lock(), None
 
 
 if hasattr(os, "register_at_fork"):
@@ -69,36 +69,58 @@ def run(work: Callable[[Any], None], pieces: Sequence[Any]) -> None:
     """Call ``work(piece)`` for every piece, each taken by whoever is free: this thread, or one of the pool's.
 
     Where all of those are busy with other calls this thread does the whole work, so that calls from many threads do not
-    wait for one another.
+    wait for one another. After an error, Ctrl-C among them, pieces are finished but no more are begun.
     """
     if len(pieces) == 1:
         return work(pieces[0])
-    left, taking = iter(pieces), threading.Lock()
+    left = deque(pieces)
 
     def drain() -> None:
         while True:
-            with taking:
-                piece = next(left, None)
-            if piece is None:
+            try:
+                piece = left.popleft()  # of which no two threads get the same
+            except IndexError:
                 return
             work(piece)
 
     helpers = _submitted(drain, len(pieces) - 1)
     try:
         drain()
-    finally:
         for helper in helpers:
             if not helper.cancel():
                 helper.result()
-        _returned(len(helpers))
+    finally:
+        left.clear()
     return None
+
+
+def run_apart(work: Callable[[], None]) -> None:
+    """Call `work`, which may take long, where Ctrl-C is heard while it does: then it is left to end by itself."""
+    if threading.current_thread() is not threading.main_thread():
+        return work()  # of which nobody else is interrupted
+    from concurrent.futures import Future
+
+    done: Future[None] = Future()
+
+    def working() -> None:
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=working, name="clipaware", daemon=True).start()
+    return done.result()
 
 
 def _submitted(work: Callable[[], None], most: int) -> list[Future[None]]:
     """What threads that nobody uses have been given to do: nothing, if there are none."""
-    global _pool, _idle
+    global _pool
     with _lock:
-        number = min(most, _idle)
+        # Looked up, not counted: an interrupted call cannot forget to give its threads back.
+        _busy[:] = [future for future in _busy if not future.done()]
+        number = min(most, _count - 1 - len(_busy))
         if number < 1:
             return []
         if _pool is None:
@@ -109,11 +131,5 @@ def _submitted(work: Callable[[], None], most: int) -> list[Future[None]]:
             futures = [_pool.submit(work) for _ in range(number)]
         except RuntimeError:  # the interpreter is shutting down
             return []
-        _idle -= number
+        _busy.extend(futures)
         return futures
-
-
-def _returned(number: int) -> None:
-    global _idle
-    with _lock:
-        _idle += number

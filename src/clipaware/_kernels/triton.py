@@ -22,17 +22,19 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton import knobs  # an ImportError where Triton is too old, as if there were none
 
 from clipaware import _math
 
 Array = Any
 
-INTERPRETED = triton.knobs.runtime.interpret
+INTERPRETED = knobs.runtime.interpret
 
 INF = tl.constexpr(math.inf)
 REGULAR = tl.constexpr(_math.REGULAR)
 ZERO = tl.constexpr(_math.ZERO)
 AT_ZERO = tl.constexpr(_math.AT_ZERO)
+HALVE_FROM = tl.constexpr(_math.HALVE_FROM)
 UNREACHABLE = tl.constexpr(_math.UNREACHABLE)
 HELD = tl.constexpr(_math.HELD)
 SLACK = tl.constexpr(_math.SLACK)
@@ -171,10 +173,10 @@ def _number(a, where):
 
 
 @triton.jit
-def _budget(eps, where):
-    """An eps; 0 if so small that it has no reciprocal."""
+def _budget(eps, where, DOUBLE: tl.constexpr):
+    """An eps; 0 if so small that it has no reciprocal, or is none of the normal numbers of the elements."""
     e = _number(eps, where)
-    return tl.where((e > 0) & (e < 1e-290), 0.0, e)
+    return tl.where((e > 0) & (e < (1e-290 if DOUBLE else 2.0**-126)), 0.0, e)
 
 
 @triton.jit
@@ -406,8 +408,8 @@ def _polished(
         closed = inside & ((K <= lo) | (K >= hi))
         count += 1
         going = ~closed & (gap > close + 1 - edge) & (count < POLISH_PASSES)
-        stride = tl.minimum(2 * stride, 1e9)
-        halving = ~halving
+        stride = tl.minimum(4 * stride, 1e18)
+        halving = ~halving | (count > HALVE_FROM)
         if going:
             total, _ = _pass(held, row, n, K, inv, corner, P, NORM, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
             norm = _root(total, P) / size
@@ -518,15 +520,15 @@ def _solve_rows(
             return
     elif WRITE and MODE == 0 and P < 5 and not (DOUBLE or HALF):
         DTYPE: tl.constexpr = v.dtype.element_ty
-        e = _budget(eps, index * eps_row)
+        e = _budget(eps, index * eps_row, False)
         K = _solve_plainly(row, n, v + index * n, e, P, LOW, UP, DTYPE, TILE, TILES, EVEN)
         if K == K:
             tl.store(eta + index, K)
             tl.store(status + index, REGULAR)
             return
     _solve_carefully(
-        row[0], row[1], row[2], row[3], _budget(eps, index * eps_row), n, v + index * n, eta + index, status + index,
-        P, MODE, WRITE, DOUBLE, HALF, LOW, UP, BLOCK, HOLDS,
+        row[0], row[1], row[2], row[3], _budget(eps, index * eps_row, DOUBLE), n, v + index * n, eta + index,
+        status + index, P, MODE, WRITE, DOUBLE, HALF, LOW, UP, BLOCK, HOLDS,
     )  # fmt: skip
 
 
@@ -595,7 +597,7 @@ def _solve_carefully(
                 astray = ~fine | ((count >= NEWTON_PASSES) & (count % 2 == 1))
                 if astray & ~arrived & (hi >= INF):
                     farthest, _ = _pass(held, row, n, c, inv, False, P, CEILING, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
-                    hi = farthest * inv.to(tl.float64)
+                    hi = tl.minimum(farthest * inv.to(tl.float64), 1e300)  # between which and lo there is a middle
                 middle = tl.sqrt(lo) * tl.sqrt(hi)
                 last_c, last_U = c, some_U
                 c = tl.where(astray & ~arrived, middle, guess)
@@ -673,7 +675,7 @@ def _start(
     """Where to look for c, and how far around: from a sample of contiguous runs of the row."""
     index = tl.program_id(0).to(tl.int64)
     tl.store(counts + index * 4, 0)
-    e = _budget(eps, index * eps_row)
+    e = _budget(eps, index * eps_row, DOUBLE)
     fine = (e > 0) & (e < INF)
     inv, target = _units(tl.where(fine, e, 1.0), P, DOUBLE)
     tl.store(state + index * STATE + INV, inv.to(tl.float64))
@@ -806,7 +808,7 @@ def _nodes(
         else:
             found += some
     totals = tl.max(found, axis=1) if P == INF else tl.sum(found, axis=1)
-    e = _budget(eps, index * eps_row)
+    e = _budget(eps, index * eps_row, DOUBLE)
     inv, target = _units(e, P, DOUBLE)
     share = target * 0 + 1
     if P == INF:
@@ -932,7 +934,7 @@ def _rounds(
         some = tl.load(there, mask=(where < parts)[None, :] & (i >= 0)[:, None], other=0.0, cache_modifier=".cg")
         found = tl.maximum(found, some) if P == INF else found + some
     totals = tl.max(found, axis=1) if P == INF else tl.sum(found, axis=1)
-    inv, target = _units(_budget(eps, index * eps_row), P, False)
+    inv, target = _units(_budget(eps, index * eps_row, False), P, False)
     norms = _root(totals, P) / _root(target, P)
     scales = first.to(tl.float64) * rests.to(tl.float64)
     limit = target * 0 + 1 - 1e-7 if MODE == 1 else target * 0 + INF
@@ -1089,7 +1091,7 @@ def _write(
             most = tl.load(there + 2 * parts, mask=where < parts, other=0.0, cache_modifier=".cg")
             ceilings = tl.maximum(ceilings, most)
     c, K = tl.load(state + SCALE), tl.load(state + KEPT)
-    inv, target = _units(_budget(eps, index * eps_row), P, DOUBLE)
+    inv, target = _units(_budget(eps, index * eps_row, DOUBLE), P, DOUBLE)
     free = c / inv.to(tl.float64)  # the scale without regard to the mode
     held = (free > 1) if AT_MOST else ((free < 1) if MODE == 2 else free < 0)
     if WRITE:
@@ -1246,7 +1248,7 @@ def _pull_store(
 
 @triton.jit
 def _pull_scalars(eps, eps_row, eta, status, index, DOUBLE: tl.constexpr):
-    e, k, code = _budget(eps, index * eps_row), tl.load(eta + index), tl.load(status + index)
+    e, k, code = _budget(eps, index * eps_row, DOUBLE), tl.load(eta + index), tl.load(status + index)
     regular = code == REGULAR
     some = tl.where(k == k, k, 0.0)
     inv = tl.where(regular, 1 / tl.where(regular & (e > 0), e, 1.0), 0.0)

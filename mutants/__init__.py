@@ -1,0 +1,1 @@
+"""Deliberate faults, each of which the tests must find."""

@@ -1,0 +1,704 @@
+"""The faults: in which file, what stands there and what is put in its place, and the tests that are to find it.
+
+``before`` is found exactly once in its file. ``tests`` are arguments of pytest. Of JAX, TensorFlow and Dask, those are
+imported whose name is among them: the others would only take time. A fault that changes nothing but the speed is none.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """A fault, in a file below ``src/clipaware``."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    tests: str
+    triton: bool = False  # whether it takes Triton's interpreter, in an environment of its own
+
+
+def of(backend: str, files: str, tests: str = "") -> str:
+    """Those of some files that a backend goes through, without what takes long."""
+    paths = " ".join(f"tests/test_{file}.py" for file in files.split())
+    also = f" and ({tests})" if tests else ""
+    return f"{paths} -k '{backend} and not ten_million and not long_rows_and_many{also}'"
+
+
+TEXT = of("numpy-operations", "values edges")
+TEXT_GRADIENTS = of("numpy-operations", "gradients edges")
+POLISH = of("numpy-operations", "rounding edges")
+COMPILED = "-k 'numpy and not operations and not ten_million{}'"
+KERNELS = "tests/test_values.py " + COMPILED.format(" and (test_modes or near_the_reach)")
+KERNEL_GRADIENTS = "tests/test_gradients.py tests/test_edges.py " + COMPILED.format(" and not scale")
+IN_PARTS = "tests/test_kernels.py -k test_a_long_row"
+QUANTIZED = "tests/test_quantize.py -k 'not backend and not dtype'"
+ROUNDS = "tests/test_dask.py -k 'chunking or halves or awkward or make_no_sense or norm_as_written'"
+DASK = of("dask", "values edges gradients", "not batch")
+PROCESSES = "tests/test_distributed.py -k test_world"
+INTERPRETED = "tests/test_triton.py -k '{}'"
+
+FAULTS = [
+    # --- the text of the algorithm ------------------------------------------------------------------------------------
+    Fault(
+        "the bound behind instead of the bound ahead",
+        "_math.py",
+        "return be.where(be.signbit(delta), lower, upper)",
+        "return be.where(be.signbit(delta), upper, lower)",
+        TEXT,
+    ),
+    Fault(
+        "p = 3 is 2",
+        "_math.py",
+        "        return base * base * base\n",
+        "        return base * base\n",
+        of("numpy-operations", "values", "3"),
+    ),
+    Fault(
+        "at_least holds what at_most does",
+        "_math.py",
+        'held = K > m if mode == "at_most" else K < m if mode == "at_least" else K < 0',
+        'held = K > m if mode in ("at_most", "at_least") else K < 0',
+        TEXT,
+    ),
+    Fault(
+        "held rows do not move",
+        "_math.py",
+        "K = be.where(still, 0.0, be.where(held, 1.0, K))",
+        "K = be.where(still | held, 0.0, K)",
+        TEXT,
+    ),
+    Fault(
+        "the reach is out of reach",
+        "_math.py",
+        "unreachable = short & (C < passes.target * (1 - 8 * p * numerics.ulp))",
+        "unreachable = short & (C < passes.target * (1 + 8 * p * numerics.ulp))",
+        TEXT,
+    ),
+    Fault(
+        "p = inf: an element with room of just eps does not count",
+        "_math.py",
+        "enough = self.target * (1 - 8 * rows.numerics.ulp)",
+        "enough = self.target * (1 + 8 * rows.numerics.ulp)",
+        TEXT,
+    ),
+    Fault(
+        "at_most is rounded up",
+        "_math.py",
+        "limit = 1 - slack if at_most else math.inf",
+        "limit = 1 + slack if at_most else math.inf",
+        POLISH,
+    ),
+    Fault(
+        "the polish takes what is above the limit",
+        "_math.py",
+        "new_gap = be.where(norm <= limit, abs(norm - 1), HUGE)",
+        "new_gap = abs(norm - 1)",
+        POLISH,
+    ),
+    Fault(
+        "the polish returns the last and not the best",
+        "_math.py",
+        "best, gap = be.where(better, K, best), be.where(better, new_gap, gap)",
+        "best, gap = K, be.where(better, new_gap, gap)",
+        POLISH,
+    ),
+    Fault(
+        "the polish goes the wrong way",
+        "_math.py",
+        "outward = be.minimum(K * be.where(above, 1 - reach, 1 + reach), rows.numerics.far)",
+        "outward = be.minimum(K * be.where(above, 1 + reach, 1 - reach), rows.numerics.far)",
+        POLISH,
+    ),
+    Fault(
+        "the largest unclipped is the largest clipped",
+        "_math.py",
+        "clipped = rows.pick(T, tile) >= self.piece(tile, top)[0]",
+        "clipped = rows.pick(T, tile) < self.piece(tile, top)[0]",
+        TEXT,
+    ),
+    Fault(
+        "back from finer units by the wrong factor",
+        "_math.py",
+        "back = be.where(finer, 1.0, 1 / to_near)",
+        "back = be.where(finer, 1.0, to_near)",
+        TEXT,
+    ),
+    Fault(
+        "the bracket is never halved",
+        "_math.py",
+        "bisect = ~closed & from_left & (count >= NEWTON_PASSES)",
+        "bisect = closed & from_left & (count >= NEWTON_PASSES)",
+        TEXT,
+    ),
+    Fault(
+        "Newton stops too early",
+        "_math.py",
+        "return count + 1, better, lo, C, T, A, hard, done | (abs(better - T) <= settled * better)",
+        "return count + 1, better, lo, C, T, A, hard, done | (abs(better - T) <= 1e-3 * better)",
+        TEXT,
+    ),
+    Fault(
+        "the last tile of a long row is dropped",
+        "_math.py",
+        "along = [slice(j, min(j + wide, n)) for j in range(0, n, wide)]",
+        "along = [slice(j, j + wide) for j in range(0, n - wide + 1, wide)]",
+        of("numpy-operations", "values", "long_rows"),
+    ),
+    Fault(
+        "reach counts what does not move",
+        "_math.py",
+        'return be.where(block.delta == 0, 0.0, abs(room(rows, "spare", block)))',
+        'return abs(room(rows, "spare", block))',
+        TEXT,
+    ),
+    Fault(
+        "report counts what does not move",
+        "_math.py",
+        "there = (here >= ahead) & (here <= ahead) & (block.delta != 0)",
+        "there = (here >= ahead) & (here <= ahead)",
+        of("numpy-operations", "inputs edges"),
+    ),
+    Fault(
+        "a negative eps is as good as any",
+        "_math.py",
+        "bad = ~((eps >= 0) & (eps < math.inf) & (top < math.inf))",
+        "bad = ~((eps < math.inf) & (top < math.inf))",
+        "tests/test_array_api.py tests/test_torch.py -k 'unchecked or bad_eps'",
+    ),
+    Fault(
+        "an element at its kink is clipped",
+        "_math.py",
+        "free = still | ((be.narrow(pace.eta * pace.m, numerics) * d <= s * (1 + 4 * numerics.ulp)) & (s > 0))",
+        "free = still | ((be.narrow(pace.eta * pace.m, numerics) * d < s * (1 - 4 * numerics.ulp)) & (s > 0))",
+        TEXT_GRADIENTS,
+    ),
+    Fault(
+        "weights of the power p instead of p - 1",
+        "_math.py",
+        "power(be, be.where(positive, sign * base, 1.0), p - 1)",
+        "power(be, be.where(positive, sign * base, 1.0), p)",
+        TEXT_GRADIENTS,
+    ),
+    Fault(
+        "the wrong sign in lambda",
+        "_math.py",
+        "lam = (h / part.pace.m + along) * part.pace.inverse",
+        "lam = (h / part.pace.m - along) * part.pace.inverse",
+        TEXT_GRADIENTS,
+    ),
+    Fault(
+        "the gradient of delta without eta",
+        "_math.py",
+        "delta_bar = be.where(part.free, be.narrow(part.pace.eta, numerics) * (g - pull), 0.0)",
+        "delta_bar = be.where(part.free, g - pull, 0.0)",
+        TEXT_GRADIENTS,
+    ),
+    Fault(
+        "at eps = 0 the gradient of x stays at the bounds",
+        "_math.py",
+        "x_bar = be.where(part.follows, g, pull)",
+        "x_bar = be.where(part.free, g, pull)",
+        TEXT_GRADIENTS,
+    ),
+    Fault(
+        "the gradient of a bound without its pull",
+        "_math.py",
+        "c_bar = be.where(part.follows, 0.0, g - pull)",
+        "c_bar = be.where(part.follows, 0.0, g)",
+        TEXT_GRADIENTS,
+    ),
+    Fault(
+        "the slope at eps = 0 without the root",
+        "_math.py",
+        "limit = be.where(norm > 0, m / top / be.where(norm > 0, norm, 1.0) ** (1 / p), 0.0)",
+        "limit = be.where(norm > 0, m / top / be.where(norm > 0, norm, 1.0), 0.0)",
+        TEXT_GRADIENTS,
+    ),
+    Fault(
+        "p = inf: every active element has the whole weight",
+        "_math.py",
+        "rate = 1 / be.where(count > 0, count, 1.0)",
+        "rate = be.where(count > 0, 1.0, 1.0)",
+        TEXT_GRADIENTS,
+    ),
+    Fault(
+        "tangents drift the wrong way",
+        "_math.py",
+        "rate = (eps_dot - be.row_sum(part.w * drift)) * part.pace.inverse",
+        "rate = (eps_dot + be.row_sum(part.w * drift)) * part.pace.inverse",
+        "tests/test_torch.py -k func_transforms",
+    ),
+    Fault(
+        "a compiled derivative with what is clipped added",
+        "_math.py",
+        "share = (be.where(regular, eps / unit, 1.0) ** p - clipped) / be.where(regular, free, 1.0)",
+        "share = (be.where(regular, eps / unit, 1.0) ** p + clipped) / be.where(regular, free, 1.0)",
+        "tests/test_torch.py -k test_compile_fullgraph",
+    ),
+    # --- axes, options and checks -------------------------------------------------------------------------------------
+    Fault(
+        "axes are not put back but permuted once more",
+        "_api.py",
+        "return self.be.permute(a, tuple(self.order.index(i) for i in range(len(self.order))))",
+        "return self.be.permute(a, self.order)",
+        "tests/test_inputs.py -k numpy",
+    ),
+    Fault(
+        "a zero delta is always reachable",
+        "_api.py",
+        "return (status == _math.UNREACHABLE) | ((status == _math.ZERO) & (problem.eps > 0))",
+        "return status == _math.UNREACHABLE",
+        "tests/test_edges.py tests/test_inputs.py -k numpy",
+    ),
+    Fault(
+        "at_least ignores what is unreachable",
+        "_api.py",
+        'if unreachable == "maximize" or mode == "at_most":',
+        'if unreachable == "maximize" or mode != "equal":',
+        "tests/test_edges.py tests/test_values.py -k 'numpy and not operations and (unreachable or mode)'",
+    ),
+    Fault(
+        "a result of NaN has gradients",
+        "_api.py",
+        'if unreachable == "nan" and mode != "at_most":',
+        'if unreachable == "nan" and mode == "at_most":',
+        "tests/test_edges.py -k 'numpy and not operations and gradients'",
+    ),
+    Fault(
+        "bounds are broadcast from the left",
+        "_api.py",
+        "full = (1,) * (len(x_shape) - len(shape)) + shape",
+        "full = shape + (1,) * (len(x_shape) - len(shape))",
+        "tests/test_gradients.py tests/test_edges.py -k 'numpy and not operations'",
+    ),
+    Fault(
+        "the gradient of one eps for all is that of each",
+        "_api.py",
+        "be.sum_axes(eps_bar, tuple(range(be.ndim(eps_bar)))) if eps_shape == ()",
+        "be.reshape(eps_bar[:1], ()) if eps_shape == ()",
+        "tests/test_gradients.py -k 'numpy and not operations'",
+    ),
+    Fault(
+        "an ulp outside of the bounds is an error",
+        "_check.py",
+        "outside = excess > 4 * ulp * scale",
+        "outside = excess > 0",
+        "tests/test_errors.py -k 'numpy and not operations'",
+    ),
+    Fault(
+        "a negative eps is no error",
+        "_check.py",
+        "        if not 0 <= eps < math.inf:",
+        "        if not -math.inf < eps < math.inf:",
+        "tests/test_errors.py -k 'numpy and not operations'",
+    ),
+    # --- compiled kernels ---------------------------------------------------------------------------------------------
+    Fault(
+        "the sums lose the last element",
+        "_kernels/compiled.py",
+        "    zero = T - T\n"
+        "    A, C = zero, zero\n"
+        "    for i in range(x.size):\n"
+        "        here, towards = x[i], delta[i]\n"
+        "        d, w = abs(towards), abs(",
+        "    zero = T - T\n"
+        "    A, C = zero, zero\n"
+        "    for i in range(x.size - 1):\n"
+        "        here, towards = x[i], delta[i]\n"
+        "        d, w = abs(towards), abs(",
+        KERNELS,
+    ),
+    Fault(
+        "an element is dropped at the edge of every lane",
+        "_kernels/compiled.py",
+        "        stop = min(start + LANE, x.size)\n        here, along, low, high",
+        "        stop = min(start + LANE - 1, x.size)\n        here, along, low, high",
+        "tests/test_kernels.py -k 'agree_with_the_text and 9000 and float64'",
+    ),
+    Fault(
+        "halves are rounded up at every tie",
+        "_kernels/compiled.py",
+        "- np.int32(1) + odd",
+        "",
+        "tests/test_kernels.py -k rounding_to_half",
+    ),
+    Fault(
+        "subnormal halves are rounded to twice their spacing",
+        "_kernels/compiled.py",
+        "math.copysign((size + np.float32(0.5)) - np.float32(0.5), v)",
+        "math.copysign((size + np.float32(1.0)) - np.float32(1.0), v)",
+        "tests/test_kernels.py -k rounding_to_half",
+    ),
+    Fault(
+        "compiled at_most is rounded up",
+        "_kernels/compiled.py",
+        "LIMIT = 1 - 32 * 2.0**-52",
+        "LIMIT = 1 + 32 * 2.0**-52",
+        "tests/test_rounding.py -k 'numpy and not operations and at_most'",
+    ),
+    Fault(
+        "compiled at_most holds what at_least does",
+        "_kernels/compiled.py",
+        "held = (rules.mode == _AT_MOST and s.K > s.m) or (rules.mode == _AT_LEAST and s.K < s.m)",
+        "held = (rules.mode == _AT_MOST and s.K < s.m) or (rules.mode == _AT_LEAST and s.K > s.m)",
+        KERNELS,
+    ),
+    Fault(
+        "a unit of eps is taken for 1",
+        "_kernels/compiled.py",
+        "s.plain = p <= 4 and s.m == 1 and s.inv == 1 and roomy",
+        "s.plain = p <= 4 and s.m == 1 and roomy",
+        "tests/test_values.py -k 'numpy and not operations and other_units'",
+    ),
+    Fault(
+        "a sample's solution counts as left of the root",
+        "_kernels/compiled.py",
+        "s.T, s.lo, s.left, s.want = t.T, 0.0, 0, SUMS",
+        "s.T, s.lo, s.left, s.want = t.T, t.T, 1, SUMS",
+        "tests/test_values.py -k 'numpy and not operations and other_units'",
+    ),
+    Fault(
+        "compiled sums keep their finer units",
+        "_kernels/compiled.py",
+        "        if not (regular and root >= T):\n            rescale(s, s.old_m / s.m)",
+        "        if False:\n            rescale(s, s.old_m / s.m)",
+        "tests/test_kernels.py tests/test_values.py -k 'finer_units or (numpy and not operations and very_heavy)'",
+    ),
+    Fault(
+        "what is nearly in reach is not",
+        "_kernels/compiled.py",
+        "close_by = rules.p < np.inf and s.C >= s.target * (1 - 8 * rules.p * rules.ulp)",
+        "close_by = rules.p < np.inf and s.C >= s.target * (1 + 8 * rules.p * rules.ulp)",
+        "tests/test_edges.py tests/test_values.py -k 'numpy and not operations and reach'",
+    ),
+    Fault(
+        "a block of rows lacks its last one",
+        "_kernels/numba.py",
+        "return [(rows * k // pieces, rows * (k + 1) // pieces) for k in range(pieces)]",
+        "return [(rows * k // pieces, rows * (k + 1) // pieces - (pieces > 1)) for k in range(pieces)]",
+        "tests/test_kernels.py -k 'threads or processes or read_only'",
+    ),
+    Fault(
+        "nobody waits for the other threads",
+        "_kernels/threads.py",
+        "            if not helper.cancel():\n                helper.result()\n",
+        "            helper.cancel()\n",
+        "tests/test_kernels.py -k waits_for_its_threads",
+    ),
+    # --- NumPy --------------------------------------------------------------------------------------------------------
+    Fault(
+        "an element after the last whole lane is dropped",
+        "_backends/numpy.py",
+        "total += np.vecdot(u[:, whole:], v[:, whole:])",
+        "total += np.vecdot(u[:, whole + 1 :], v[:, whole + 1 :])",
+        TEXT,
+    ),
+    Fault(
+        "maxima of tiles are added up",
+        "_backends/numpy.py",
+        'ufunc = np.add if combine == "sum" else np.maximum',
+        "ufunc = np.add",
+        of("numpy-operations", "values", "long_rows"),
+    ),
+    Fault(
+        "NumPy's seed is ignored",
+        "_backends/numpy.py",
+        "rng = np.random.default_rng(seed)",
+        "rng = np.random.default_rng()",
+        "tests/test_noise.py -k 'numpy or generators'",
+    ),
+    # --- PyTorch ------------------------------------------------------------------------------------------------------
+    Fault(
+        "the bounds have each other's gradient",
+        "_backends/torch.py",
+        "found = (x_bar, delta_bar, eps_bar, torch.where(delta < 0, c_bar, 0.0), torch.where(delta > 0, c_bar, 0.0))",
+        "found = (x_bar, delta_bar, eps_bar, torch.where(delta > 0, c_bar, 0.0), torch.where(delta < 0, c_bar, 0.0))",
+        of("torch-operations", "gradients"),
+    ),
+    Fault(
+        "halves are measured before they are rounded",
+        "_backends/torch.py",
+        "return v.to(x.dtype).to(v.dtype) if half else v",
+        "return v",
+        of("torch-operations", "rounding edges values"),
+    ),
+    # --- JAX ----------------------------------------------------------------------------------------------------------
+    Fault(
+        "a float32 eps that was rounded up",
+        "_backends/jax.py",
+        "its_eps = its_eps.astype(np.float64) * (1 - 2.0**-24)",
+        "its_eps = its_eps.astype(np.float64)",
+        "tests/test_jax.py -k at_most_without_x64",
+    ),
+    Fault(
+        "the bounds have each other's gradient, in JAX",
+        "_backends/jax.py",
+        "low_bar, high_bar = jnp.where(delta < 0, c_bar, 0.0), jnp.where(delta > 0, c_bar, 0.0)",
+        "low_bar, high_bar = jnp.where(delta > 0, c_bar, 0.0), jnp.where(delta < 0, c_bar, 0.0)",
+        "tests/test_gradients.py tests/test_jax.py -k 'jax-operations or gradients_in_a_trace'",
+    ),
+    Fault(
+        "devices do not exchange their sums",
+        "_backends/jax_mesh.py",
+        'return (added if combine == "sum" else largest)(be.fold(combine, tiles, values, like), names)',
+        "return be.fold(combine, tiles, values, like)",
+        "tests/test_jax_sharding.py -k eight",
+    ),
+    Fault(
+        "devices do not exchange the sums of derivatives",
+        "_backends/jax_mesh.py",
+        "both = added(jnp.concatenate(be.two_row_sums(a, b), axis=1), names)",
+        "both = jnp.concatenate(be.two_row_sums(a, b), axis=1)",
+        "tests/test_jax_sharding.py -k eight",
+    ),
+    # --- TensorFlow ---------------------------------------------------------------------------------------------------
+    Fault(
+        "what does not fill a lane is dropped",
+        "_backends/tensorflow.py",
+        "return total + more if reduce is tf.reduce_sum else tf.maximum(total, more)",
+        "return total",
+        of("tensorflow-operations", "values", "modes or mpmath"),
+    ),
+    Fault(
+        "float16 with a digit too many",
+        "_backends/tensorflow.py",
+        "(10, 113) if dtype == tf.float16",
+        "(11, 113) if dtype == tf.float16",
+        "tests/test_tensorflow.py -k rounded_is",
+    ),
+    # --- the Array API ------------------------------------------------------------------------------------------------
+    Fault(
+        "of several groups, a bound has the first one's gradient",
+        "_backends/array_api.py",
+        "reduce(operator.add, pieces) if a.shape[0] == 1",
+        "pieces[0] if a.shape[0] == 1",
+        "tests/test_array_api.py tests/test_gradients.py -k 'groups or strict'",
+    ),
+    Fault(
+        "bounds in the wrong order are not looked at",
+        "_backends/array_api.py",
+        "bad = xp.any(~fine, axis=-1, keepdims=True) | ~(",
+        "bad = ~(",
+        "tests/test_array_api.py -k unchecked",
+    ),
+    Fault(
+        "tiles are measured before they are rounded",
+        "_backends/array_api.py",
+        "return _cast(kept, v.dtype)",
+        "return v",
+        "tests/test_array_api.py -k half",
+    ),
+    # --- Dask ---------------------------------------------------------------------------------------------------------
+    Fault(
+        "norms of chunks are not merged",
+        "_backends/dask.py",
+        "unit * ((a / unit) ** p).sum(axis=axis, keepdims=True) ** (1 / p)",
+        "unit * ((a / unit) ** p).max(axis=axis, keepdims=True) ** (1 / p)",
+        "tests/test_dask.py -k chunking",
+    ),
+    Fault(
+        "bins of chunks are not added up",
+        "_rounds.py",
+        "found = sums.sum(axis=axis, keepdims=True)",
+        "found = sums.max(axis=axis, keepdims=True)",
+        ROUNDS,
+    ),
+    Fault(
+        "rows that make no sense are written all the same",
+        "_rounds.py",
+        "        v = np.where(now.lost > 0, math.nan, v)\n",
+        "",
+        ROUNDS,
+    ),
+    # --- parts of samples on several processes ------------------------------------------------------------------------
+    Fault(
+        "processes do not exchange their sums",
+        "_backends/shards.py",
+        "return self.reduced(combine, alone.fold(combine, tiles, values, like))",
+        "return alone.fold(combine, tiles, values, like)",
+        PROCESSES,
+    ),
+    Fault(
+        "processes do not exchange the sums of derivatives",
+        "_backends/shards.py",
+        'slope, along = self.fold("sum", tiles, [sums(tile) for tile in tiles], eta).split(1, dim=1)',
+        'slope, along = alone.fold("sum", tiles, [sums(tile) for tile in tiles], eta).split(1, dim=1)',
+        PROCESSES,
+    ),
+    Fault(
+        "the gradient of eps once for every process",
+        "_backends/dtensor.py",
+        "axis not in axes and not (per_sample and axis in self.sample) else placed",
+        "axis not in axes else placed",
+        PROCESSES,
+    ),
+    # --- grids of files -----------------------------------------------------------------------------------------------
+    Fault(
+        "a step more where it is further away",
+        "quantize.py",
+        'if mode == "at_least" or (mode == "equal" and above - size < size - below):',
+        'if mode == "at_least" or (mode == "equal" and above - size > size - below):',
+        QUANTIZED,
+    ),
+    Fault(
+        "a step too many",
+        "quantize.py",
+        "np.add.at(moved, which[order[:last]], 1)",
+        "np.add.at(moved, which[order[: last + 1]], 1)",
+        QUANTIZED,
+    ),
+    Fault(
+        "steps have their turn when they are whole",
+        "quantize.py",
+        "turn = np.minimum((step - 0.5) / delta, LAST) * (1 - 4 * ULP)",
+        "turn = np.minimum(step / delta, LAST) * (1 - 4 * ULP)",
+        QUANTIZED,
+    ),
+    # --- noise, targets, attacks --------------------------------------------------------------------------------------
+    Fault(
+        "more salt than pepper",
+        "noise.py",
+        "return 2 * be.cast_like(u < 0.5, u) - 1",
+        "return 2 * be.cast_like(u < 0.6, u) - 1",
+        "tests/test_noise.py -k 'moments and numpy'",
+    ),
+    Fault(
+        "Laplace noise of one sign",
+        "noise.py",
+        "drawn = be.log((1 - uniform(x)) / (1 - uniform(x)))",
+        "drawn = be.log(1 - uniform(x))",
+        "tests/test_noise.py -k 'moments and numpy'",
+    ),
+    Fault(
+        "pink noise falls like 1/f^2",
+        "noise.py",
+        "gain = np.where(f2 > 0, 1 / np.sqrt(np.where(f2 > 0, f2, 1)), 0)",
+        "gain = np.where(f2 > 0, 1 / np.where(f2 > 0, f2, 1), 0)",
+        "tests/test_noise.py -k pink",
+    ),
+    Fault(
+        "a range of eps begins at 0",
+        "noise.py",
+        "eps = low + (high - low) * draws[1](x[one_each])",
+        "eps = high * draws[1](x[one_each])",
+        "tests/test_noise.py -k 'range or norm'",
+    ),
+    Fault(
+        "decibels of power",
+        "targets.py",
+        "return float(10 ** (-decibels / 20))",
+        "return float(10 ** (-decibels / 10))",
+        "tests/test_targets.py -k numpy",
+    ),
+    Fault(
+        "the contrast of a mean square",
+        "targets.py",
+        "total * (contrast / math.sqrt(n or 1))",
+        "total * (contrast / (n or 1))",
+        "tests/test_targets.py -k numpy",
+    ),
+    Fault(
+        "targeted attacks climb",
+        "attacks.py",
+        "return (-g if self.task.targeted else g), scores",
+        "return g, scores",
+        "tests/test_attacks.py -k 'targeted and not tensorflow'",
+    ),
+    Fault(
+        "the steepest direction of another norm",
+        "attacks.py",
+        "be.power(unit, 1 / (p - 1))",
+        "be.power(unit, p - 1)",
+        "tests/test_attacks.py -k gains_more",
+    ),
+    Fault(
+        "the smallest gradients first",
+        "attacks.py",
+        "order = np.argsort(-np.abs(g), axis=1",
+        "order = np.argsort(np.abs(g), axis=1",
+        "tests/test_attacks.py -k 'one_norm or gains_more'",
+    ),
+    Fault(
+        "robustness by the last repeat",
+        "attacks.py",
+        "best[rows], which[better] = np.minimum(found, best[rows]), repeat",
+        "best[rows], which[better] = found, repeat",
+        "tests/test_attacks.py -k robustness",
+    ),
+    # --- files --------------------------------------------------------------------------------------------------------
+    Fault(
+        "a level too many",
+        "_media.py",
+        "* (self.high - self.low) / (self.levels - 1) + self.low",
+        "* (self.high - self.low) / self.levels + self.low",
+        "tests/test_cli.py -k 'norm_is_exact or measure'",
+    ),
+    Fault(
+        "samples a bit too loud",
+        "audio.py",
+        'values = file.read(dtype="int32", always_2d=True) >> (32 - bits)',
+        'values = file.read(dtype="int32", always_2d=True) >> (31 - bits)',
+        "tests/test_audio.py",
+    ),
+    Fault(
+        "floats carry the time",
+        "audio.py",
+        "            found[at + 12 : at + 16] = bytes(4)\n",
+        "            pass\n",
+        "tests/test_audio.py",
+    ),
+    Fault(
+        "a bomb of a TIFF",
+        "images.py",
+        "        not_too_large(path, series.shape, most)\n",
+        "",
+        "tests/test_images.py -k bomb",
+    ),
+    Fault(
+        "what is white is black",
+        "images.py",
+        'whose 0 is white; convert it first")\n        values = np.iinfo(values.dtype).max - values\n',
+        'whose 0 is white; convert it first")\n',
+        "tests/test_images.py -k 'white or tiff'",
+    ),
+    # --- Triton's kernels ---------------------------------------------------------------------------------------------
+    Fault(
+        "the mask lacks the last element",
+        "_kernels/triton.py",
+        "y = tl.load(a + cols, mask=cols < n, other=0.0, eviction_policy=POLICY)",
+        "y = tl.load(a + cols, mask=cols < n - 1, other=0.0, eviction_policy=POLICY)",
+        INTERPRETED.format("modes or numbers"),
+        True,
+    ),
+    Fault(
+        "the room behind instead of the room ahead",
+        "_kernels/triton.py",
+        '    """The distance to the bound ahead, of what moves."""\n'
+        "    x = tl.minimum(tl.maximum(x, lower), upper)\n"
+        "    s = tl.maximum(tl.where(delta < 0, x - lower, upper - x), 0.0)",
+        '    """The distance to the bound ahead, of what moves."""\n'
+        "    x = tl.minimum(tl.maximum(x, lower), upper)\n"
+        "    s = tl.maximum(tl.where(delta > 0, x - lower, upper - x), 0.0)",
+        INTERPRETED.format("modes or numbers"),
+        True,
+    ),
+    Fault(
+        "on a GPU, at_most holds what at_least does",
+        "_kernels/triton.py",
+        "code = tl.where(K > 1, HELD, code)\n        corner",
+        "code = tl.where(K < 1, HELD, code)\n        corner",
+        INTERPRETED.format("modes or gradients"),
+        True,
+    ),
+    Fault(
+        "on a GPU, weights of the power p",
+        "_kernels/triton.py",
+        "_power(tl.where(positive, base, 1.0), P - 1, False)",
+        "_power(tl.where(positive, base, 1.0), P, False)",
+        INTERPRETED.format("test_gradients"),
+        True,
+    ),
+]
