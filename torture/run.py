@@ -31,13 +31,11 @@ class Tally:
     slowest_index: int = -1
 
     def add(self, other: Tally) -> None:
-        self.cases, self.wrong, self.solved = (
-            self.cases + other.cases,
-            self.wrong + other.wrong,
-            self.solved + other.solved,
-        )
-        self.error, self.passes = max(self.error, other.error), self.passes + other.passes
-        self.most_passes = max(self.most_passes, other.most_passes)
+        self.cases += other.cases
+        self.wrong += other.wrong
+        self.solved += other.solved
+        self.passes += other.passes
+        self.error, self.most_passes = max(self.error, other.error), max(self.most_passes, other.most_passes)
         if other.slowest > self.slowest:
             self.slowest, self.slowest_index = other.slowest, other.slowest_index
 
