@@ -80,8 +80,8 @@ FAULTS = [
     Fault(
         "p = inf: an element with room of just eps does not count",
         "_math.py",
-        "enough = self.target * (1 - 8 * rows.numerics.ulp)",
-        "enough = self.target * (1 + 8 * rows.numerics.ulp)",
+        "enough = self.target * (1 - 2 * rows.numerics.ulp)",
+        "enough = self.target * (1 + 2 * rows.numerics.ulp)",
         TEXT,
     ),
     Fault(
@@ -108,8 +108,8 @@ FAULTS = [
     Fault(
         "the polish goes the wrong way",
         "_math.py",
-        "outward = be.minimum(K * be.where(above, 1 - reach, 1 + reach), rows.numerics.far)",
-        "outward = be.minimum(K * be.where(above, 1 + reach, 1 - reach), rows.numerics.far)",
+        "be.where(above, K / (1 + reach), K * (1 + reach))",
+        "be.where(above, K * (1 + reach), K / (1 + reach))",
         POLISH,
     ),
     Fault(
@@ -370,8 +370,8 @@ FAULTS = [
     Fault(
         "what is nearly in reach is not",
         "_kernels/compiled.py",
-        "close_by = rules.p < np.inf and s.C >= s.target * (1 - 8 * rules.p * rules.ulp)",
-        "close_by = rules.p < np.inf and s.C >= s.target * (1 + 8 * rules.p * rules.ulp)",
+        "close_by = rules.p < np.inf and w >= s.target * (1 - 8 * rules.p * rules.ulp)",
+        "close_by = rules.p < np.inf and w >= s.target * (1 + 8 * rules.p * rules.ulp)",
         "tests/test_edges.py tests/test_values.py -k 'numpy and not operations and reach'",
     ),
     Fault(

@@ -92,7 +92,7 @@ def look(
 ) -> Array:
     """Look, of a tile; `measure` if the norm of clip(x + delta) is wanted, too."""
     eps = np.where(eps > 0, eps, 1.0)
-    enough = 1 - 8 * numerics.ulp
+    enough = 1 - 2 * numerics.ulp
     kernels = host.kernels()
     if kernels is not None:
         seen = kernels.look_ahead(x, delta, lower, upper, eps, enough, p)

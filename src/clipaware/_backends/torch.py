@@ -340,7 +340,6 @@ def _solved(
     half = x.dtype.itemsize == 2
     for part, group, blank in _groups(x, delta, eps, lower, upper, p, checked=checked):
         found = _math.solve(group, n, mode, write)
-        eta[part], status[part] = found.K / found.m, found.status
 
         def store(tile: Any, block: Block, direction: Array, k: Array, part: slice = part) -> Array:
             v = torch.clamp(direction * k + block.x, block.lower, block.upper)
@@ -348,7 +347,8 @@ def _solved(
             return v.to(x.dtype).to(v.dtype) if half else v
 
         if write:
-            _math.write(group, found, mode, store, half)
+            (found,) = _math.write(group, found, mode, store, half)
+        eta[part], status[part] = found.K / found.m, found.status
         if blank is not None:
             eta[part] = torch.where(blank, torch.nan, eta[part])
             if write:

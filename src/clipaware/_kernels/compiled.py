@@ -39,7 +39,7 @@ LANE = 4096
 SAMPLE_FROM = 2**14  # rows this long solve a sample of contiguous runs first, and start there
 SAMPLE_RUNS, SAMPLE_MOST = 8, 4096
 HUGE = 1e300
-SAFE = 1e30
+SAFE = 1e30  # sums of powers up to this, and down to its reciprocal, have lost nothing
 FAR_SINGLE, FAR_DOUBLE = 2.0**127, 2.0**1023
 LIMIT = 1 - 32 * 2.0**-52  # of the norm over eps, where it must not be more
 BAD = -1  # values of this row want looking at: something is not finite, or x not inside its bounds
@@ -280,10 +280,11 @@ def _look_and_sums(x, delta, a, b, T, p, order):
 
 
 @loop
-def _sums(x, delta, a, b, T, dm, inv, most, per, full, p, order):
-    """A and C in any units. `per` is one over the unit of d, of which no more than `full` counts."""
+def _sums(x, delta, a, b, T, dm, inv, most, per, full, p, order, none):
+    """A and C in any units, added up in the dtype of `none`, which is 0. `per` is one over the unit of d, of which no
+    more than `full` counts."""
     zero = T - T
-    A, C = zero, zero
+    A, C = none, none
     for i in range(x.size):
         here, towards = x[i], delta[i]
         d, w = abs(towards) * dm, abs(pick(towards > 0, at(b, i), at(a, i)) - here) * inv
@@ -438,10 +439,13 @@ def sweep(x, delta, a, b, out, s, rules, order):
         stop = min(start + LANE, x.size)
         here, along, low, high = x[start:stop], delta[start:stop], cut(a, start, stop), cut(b, start, stop)
         if want == SUMS or want == PROBE:
-            if s.plain:
+            if not rules.write:
+                # Nobody looks at the norm afterwards, and many float32, added up, are off by more than one of them.
+                A, C = _sums(here, along, low, high, T, dm, inv, most, per, full, p, order, 0.0)
+            elif s.plain:
                 A, C = _plain_sums(here, along, low, high, T, p, order)
             else:
-                A, C = _sums(here, along, low, high, T, dm, inv, most, per, full, p, order)
+                A, C = _sums(here, along, low, high, T, dm, inv, most, per, full, p, order, F(0.0))
             u, w = u + A, w + C
         elif want == WRITE or want == REWRITE:
             v = out[start:stop]
@@ -469,7 +473,7 @@ def sweep(x, delta, a, b, out, s, rules, order):
         elif want == NAIVE:
             u += _naive(along, dm, per, full, p, order)
         elif want == LARGEST:
-            u = max(u, _largest(here, along, low, high, inv, F(s.target * (1 - 8 * rules.ulp))))
+            u = max(u, _largest(here, along, low, high, inv, F(s.target * (1 - 2 * rules.ulp))))
         elif want == BIGGEST:
             u = max(u, _biggest(here, along, low, high, T, dm, inv, most))
         elif want == CEILING or want == TOP_OF_BRACKET:
@@ -563,9 +567,12 @@ def advance(s, u, w, top, bad, roomy, rules):
         else:
             settle(s, 0.0, s.C, rules)
     elif want == CEILING:
-        s.T, s.C = top, w
-        close_by = rules.p < np.inf and s.C >= s.target * (1 - 8 * rules.p * rules.ulp)
-        finish(s, REGULAR if close_by else UNREACHABLE, rules)
+        close_by = rules.p < np.inf and w >= s.target * (1 - 8 * rules.p * rules.ulp)
+        if s.polishing and close_by:
+            s.want = WRITE
+        else:
+            s.T, s.C = top, w
+            finish(s, REGULAR if close_by else UNREACHABLE, rules)
     elif want == CORNER:
         # A promise is kept even where sums in float32 took for out of reach what is not.
         s.want = DONE
@@ -678,7 +685,10 @@ def settle(s, A, C, rules):
 @step
 def finish(s, status, rules):
     """From T to K, and from there to eta."""
-    s.K = s.T / s.inv
+    # What is large about T goes to m, not to K, which might not be a number where their quotient is.
+    large = pow2(512 * min(s.T, 2.0**100), rules.single) / 512
+    shift = max(min(large, s.m * (2.0**126 if rules.single else 2.0**1022)), 1.0)
+    s.K, s.m = s.T / shift / s.inv, s.m / shift
     s.slope = max(1 - s.C / s.target, rules.ulp)
     held = (rules.mode == _AT_MOST and s.K > s.m) or (rules.mode == _AT_LEAST and s.K < s.m)
     if held and (rules.mode == _AT_MOST or status == REGULAR):
@@ -691,7 +701,6 @@ def finish(s, status, rules):
 def written(s, total, furthest, rules):
     """Whether the array as it was written has the norm; ``_math.write`` and ``_math.polish``."""
     p, ulp, at_most = rules.p, rules.ulp, rules.mode == _AT_MOST
-    # Where powers overflow or vanish, the largest element says on which side it is, and nearly how far.
     by_sum = p < np.inf and (p <= 4 or 1 / SAFE < total < SAFE)
     norm = (total ** (1 / p) if by_sum else furthest) / (s.eps * s.down)
     limit = LIMIT if at_most else np.inf
@@ -707,6 +716,10 @@ def written(s, total, furthest, rules):
         if not at_most and rules.single:
             s.K = s.written
             return  # measured again, in float64
+    if not by_sum and p < np.inf and 0 < furthest < np.inf and s.down / furthest < HUGE:
+        # Powers have overflowed, or vanished: once more, in units of the largest move.
+        s.down = s.down / furthest
+        return
     K = s.written
     gap = abs(norm - 1) if norm <= limit else HUGE
     if gap < s.gap:
@@ -720,7 +733,11 @@ def written(s, total, furthest, rules):
     s.polishing += 1
     closed = False
     if s.below >= 0 and s.above < np.inf:
-        middle = narrow(s.below + (s.above - s.below) / 2, rules.single)
+        # Over orders of magnitude, half of them.
+        low = max(s.below, rules.least)
+        far = s.above > 4 * low
+        middle = math.sqrt(low) * math.sqrt(s.above) if far else s.below + (s.above - s.below) / 2
+        middle = narrow(middle, rules.single)
         share = (edge - s.at_below) / (s.at_above - s.at_below)
         between = (
             narrow(s.below + (s.above - s.below) * share, rules.single)
@@ -733,10 +750,12 @@ def written(s, total, furthest, rules):
         s.K = between
     else:
         # Until there is a bracket: the tangent's step and a little more, further each time it was too short.
-        stride = (abs(edge - norm) / s.slope + 2 * ulp) * 4.0 ** min(count, 30)
+        stride = (abs(edge - norm) / s.slope + 2 * ulp) * 4.0 ** (2.0 ** min(count, 8) - 1)
         # Not so far that nothing times it is something.
-        outward = min(K * (1 - stride if above else 1 + stride), FAR_SINGLE if rules.single else FAR_DOUBLE)
-        s.K = narrow(max(outward, 0.0), rules.single)
+        outward = min(K / (1 + stride) if above else K * (1 + stride), FAR_SINGLE if rules.single else FAR_DOUBLE)
+        s.K = narrow(outward, rules.single)
+        if count == 2 and not above and p < np.inf:
+            s.want = CEILING  # or is it out of reach? Newton's last step may have been short, next to a kink
     near = 1e-8 if rules.grid else rules.close / 2
     if closed or s.gap <= near + 1 - edge or s.polishing > POLISH_PASSES:
         s.K = s.best

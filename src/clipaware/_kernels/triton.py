@@ -52,6 +52,7 @@ CEILING = tl.constexpr(5)  # the scale at which all is clipped
 ABLE = tl.constexpr(6)  # the largest |delta| that has room for eps
 ROOM = tl.constexpr(7)  # the largest room
 FILLED = tl.constexpr(8)  # the sum of (k*room)^p
+FURTHEST = tl.constexpr(9)  # the largest move, of the array as written
 
 # What became of a long row.
 CARE = tl.constexpr(0)  # left to `_solve_rows`
@@ -139,7 +140,7 @@ def _units(eps, P: tl.constexpr, DOUBLE: tl.constexpr):
     """1/eps in the working precision, and (eps/that)^p."""
     inv = 1 / eps
     if not DOUBLE:
-        inv = tl.minimum(tl.maximum(inv, 1e-36), 1e36)
+        inv = tl.minimum(tl.maximum(inv, 2.0**-126), 2.0**126)  # normal numbers
     inv = _real(inv, DOUBLE)
     return inv, _power(eps * inv.to(tl.float64), 1 if P == INF else P, False)
 
@@ -250,14 +251,14 @@ def _tile(
         fine = (tl.abs(x) < INF) & (lower <= upper) & (lower < INF) & (upper > -INF)
         one = tl.where(fine, tl.where(size < INF, size, INF), INF)
         two = one
-    elif WHAT == NORM or WHAT == NEARLY:
+    elif WHAT == NORM or WHAT == NEARLY or WHAT == FURTHEST:
         v = _moved(elements, first, rest, corner, DTYPE)
         x = tl.minimum(tl.maximum(x, lower), upper)
-        if WHAT == NORM:
-            move = tl.abs(v.to(tl.float64) - x.to(tl.float64)) * inv
-        else:
+        if WHAT == NEARLY:
             move = tl.abs(v.to(x.dtype) - x) * inv
-        one = _power(move, 1 if P == INF else P, False)
+        else:
+            move = tl.abs(v.to(tl.float64) - x.to(tl.float64)) * inv
+        one = _power(move, 1 if P == INF or WHAT == FURTHEST else P, False)
         two = one
     elif WHAT == CEILING:
         one = tl.where(delta == 0, 0.0, _room(x, delta, lower, upper).to(tl.float64) / size.to(tl.float64))
@@ -271,7 +272,7 @@ def _tile(
     else:
         room = tl.minimum(_room(x, delta, lower, upper) * inv, 1 + 2.0**-10)
         if WHAT == ABLE:
-            one = tl.where(room + 8 * ULP >= 1, size, 0.0)
+            one = tl.where(room + 2 * ULP >= 1, size, 0.0)
             two = one
         elif WHAT == BEGIN:
             wrong = (x - x) + tl.where((lower <= upper) & (lower < INF) & (upper > -INF), 0.0, float("nan"))
@@ -308,6 +309,7 @@ def _pass(
         or WHAT == CEILING
         or WHAT == ABLE
         or WHAT == ROOM
+        or WHAT == FURTHEST
         or (P == INF and (WHAT == NORM or WHAT == NEARLY))
     )
     first, rest = _split(k, DOUBLE)
@@ -375,6 +377,26 @@ def _filling(most, U, C, past, last_slope, first, P: tl.constexpr):
 
 
 @triton.jit
+def _norm(
+    held, row, n, K, inv, size, corner,
+    P: tl.constexpr, WHAT: tl.constexpr, DTYPE: tl.constexpr, DOUBLE: tl.constexpr, LOW: tl.constexpr,
+    UP: tl.constexpr, BLOCK: tl.constexpr, HOLDS: tl.constexpr,
+):  # fmt: skip
+    """Of the array as it would be written, over eps; `WHAT` is how."""
+    total, _ = _pass(held, row, n, K, inv, corner, P, WHAT, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
+    norm = _root(total, P) / size
+    if P > 4 and P != INF:
+        if (total < 1e-30) | (total > 1e30):
+            # Powers have overflowed, or vanished: once more, in units of the largest move.
+            top, _ = _pass(held, row, n, K, inv, corner, P, FURTHEST, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
+            finite = (top > 0) & (top < INF)
+            closer = inv.to(tl.float64) / tl.where(finite, top, 1.0)
+            total, _ = _pass(held, row, n, K, closer, corner, P, NORM, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
+            norm = tl.where(finite, top * _root(total, P), top) / size
+    return norm
+
+
+@triton.jit
 def _polished(
     held, row, n, K, slope, inv, size, norm, limit, close, corner,
     P: tl.constexpr, DTYPE: tl.constexpr, DOUBLE: tl.constexpr, LOW: tl.constexpr, UP: tl.constexpr,
@@ -395,10 +417,11 @@ def _polished(
         lo, at_lo = tl.where(above, lo, K), tl.where(above, at_lo, norm)
         hi, at_hi = tl.where(above, K, hi), tl.where(above, norm, at_hi)
         inside = (lo >= 0) & (hi < INF)
-        middle = lo + (hi - lo) / 2
+        low = tl.maximum(lo, 1e-300)
+        middle = tl.where(hi > 4 * low, tl.sqrt(low) * tl.sqrt(hi), lo + (hi - lo) / 2)
         secant = lo + (hi - lo) * ((edge - at_lo) / tl.where(inside, at_hi - at_lo, 1.0))
         reach = (tl.abs(edge - norm) / slope + 2 * ULP) * stride
-        outward = tl.maximum(K * tl.where(above, 1 - reach, 1 + reach), 0.0)
+        outward = tl.where(above, K / (1 + reach), K * (1 + reach))
         between = tl.where((secant > lo) & (secant < hi) & ~halving, secant, middle)
         first, rest = _split(tl.where(inside, between, outward), DOUBLE)
         K = first.to(tl.float64) * rest.to(tl.float64)
@@ -408,11 +431,10 @@ def _polished(
         closed = inside & ((K <= lo) | (K >= hi))
         count += 1
         going = ~closed & (gap > close + 1 - edge) & (count < POLISH_PASSES)
-        stride = tl.minimum(4 * stride, 1e18)
+        stride = tl.minimum(4 * stride * stride, 2.0**510)
         halving = ~halving | (count > HALVE_FROM)
         if going:
-            total, _ = _pass(held, row, n, K, inv, corner, P, NORM, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
-            norm = _root(total, P) / size
+            norm = _norm(held, row, n, K, inv, size, corner, P, NORM, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
     return best
 
 
@@ -541,7 +563,8 @@ def _solve_carefully(
     """Whatever a row is like. A function of its own, so that it takes no registers from what is usual."""
     DTYPE: tl.constexpr = v.dtype.element_ty
     ULP: tl.constexpr = 2.0**-52 if DOUBLE else 2.0**-23
-    STEADY: tl.constexpr = 2.0**-49 if DOUBLE else (2.0**-12 if WRITE else 2.0**-24)
+    # Where eta decides whether delta is left alone, a short step may be followed by a long one, beyond a kink.
+    STEADY: tl.constexpr = 2.0**-49 if DOUBLE else (2.0**-12 * min(1.0, 4 / P) if WRITE and MODE == 0 else 2.0**-24)
     CLOSE: tl.constexpr = 4e-15 if DOUBLE else 2e-7
     TINY: tl.constexpr = 1e-200 if DOUBLE else 1e-25
     AT_MOST: tl.constexpr = MODE == 1
@@ -626,8 +649,7 @@ def _solve_carefully(
         if moves:
             limit = size * 0 + 1 - SLACK if AT_MOST else size * 0 + INF
             MEASURE: tl.constexpr = NORM if AT_MOST or HALF else NEARLY
-            total, _ = _pass(held, row, n, K, inv, corner, P, MEASURE, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
-            norm = _root(total, P) / size
+            norm = _norm(held, row, n, K, inv, size, corner, P, MEASURE, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
             off = code == REGULAR
             if not HALF:
                 # Near the reach steps are short long before eta is near.
@@ -766,7 +788,7 @@ def _nodes(
         here = tl.minimum(tl.maximum(here, low), high)
         room = tl.where(along < 0, here - low, high - here) * inv
         if P == INF:
-            a0 = tl.maximum(a0, tl.where(room + 8 * ULP >= 1, tl.abs(along), 0.0))
+            a0 = tl.maximum(a0, tl.where(room + 2 * ULP >= 1, tl.abs(along), 0.0))
         else:
             size = tl.abs(along) * first
             a0 += _power(tl.minimum(size * k0, room), P, True)
