@@ -831,7 +831,8 @@ def divided(
     at_zero, regular = status == AT_ZERO, status == REGULAR
     # Where eta does not move, w counts for nothing but must be finite.
     inv = be.where(regular, 1 / be.where(regular, eps, 1.0), 0.0)
-    eta = be.where(status == UNREACHABLE, 0.0, eta)
+    # Nor is a scale infinite, which delta's may make it.
+    eta = be.where(status == UNREACHABLE, 0.0, be.minimum(eta, DOUBLE.far))
     rate = eta * m * inv
     pace = Pace(m, eta, status, be.narrow(inv, numerics), rate, rate, rate)
     parts = split(be, block, pace, numerics)
@@ -862,6 +863,7 @@ def split(be: Backend, block: Block, pace: Pace, numerics: Numerics) -> Split:
     d = direction * sign
     gap = bound_ahead(be, block.delta, block.lower, block.upper) - block.x
     s = be.maximum(sign * gap, 0.0)
+    gap = be.where(sign * gap >= 0, gap, 0.0)  # rounding may have left x outside its bounds
     # An element at its kink, up to rounding, counts as unclipped.
     free = still | ((be.narrow(pace.eta * pace.m, numerics) * d <= s * (1 + 4 * numerics.ulp)) & (s > 0))
     return Split(be.where(pace.status == UNREACHABLE, still, free), still, sign, direction, d, gap, s)
@@ -917,7 +919,8 @@ def pulled(
     lam = (h / part.pace.m + along) * part.pace.inverse
     pull = be.narrow(lam, numerics) * part.w
     x_bar = be.where(part.follows, g, pull)
-    delta_bar = be.where(part.free, be.narrow(part.pace.eta, numerics) * (g - pull), 0.0)
+    eta = be.narrow(be.minimum(part.pace.eta, numerics.far), numerics)
+    delta_bar = be.where(part.free, eta * (g - pull), 0.0)
     c_bar = be.where(part.follows, 0.0, g - pull)
     return x_bar, delta_bar, c_bar, lam
 
