@@ -32,6 +32,7 @@ class Backend:
     counts: bool = False  # whether passes can be counted
     slack: float = 2.0**-46  # of eps, by which at_most may stay below it
     pull: Callable[..., Any] | None = None  # of a function, its arguments and a cotangent, gradients; None of constants
+    flushes: bool = False  # whether that takes subnormal numbers for 0
 
 
 @contextmanager
@@ -143,7 +144,7 @@ def _jax(name: str = "jax", x64: bool = True, **options: Any) -> Backend:
             stack.enter_context(patched("clipaware._backends.jax", _at_hand=lambda *arrays: False))
         return stack
 
-    return Backend(name, make, np.asarray, enter=enter, pull=pull, **options)
+    return Backend(name, make, np.asarray, enter=enter, pull=pull, flushes=True, **options)
 
 
 def _jax_operations() -> Backend:

@@ -117,7 +117,8 @@ class Checker:
 
     def differentiated(self, x: Any, delta: Any, eps: Any, lower: Any, upper: Any) -> Any:
         """What a framework differentiates by itself."""
-        return ca.perturb(x, delta, eps, bounds=(lower, upper), **self.options, **self.choice)
+        options: dict[str, Any] = {**self.options, **self.choice}
+        return ca.perturb(x, delta, eps, bounds=(lower, upper), **options)
 
     def rows(self, a: Any) -> Array:
         return exact(self.call.back(self.backend.fetch(a)))

@@ -832,7 +832,7 @@ def divided(
     # Where eta does not move, w counts for nothing but must be finite.
     inv = be.where(regular, 1 / be.where(regular, eps, 1.0), 0.0)
     # Nor is a scale infinite, which delta's may make it.
-    eta = be.where(status == UNREACHABLE, 0.0, be.minimum(eta, DOUBLE.far))
+    eta = be.where(status == UNREACHABLE, 0.0, be.where(eta == math.inf, numerics.far, eta))
     rate = eta * m * inv
     pace = Pace(m, eta, status, be.narrow(inv, numerics), rate, rate, rate)
     parts = split(be, block, pace, numerics)
