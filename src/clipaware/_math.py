@@ -917,7 +917,8 @@ def pulled(
 ) -> tuple[Array, Array, Array, Array]:
     """The same, with the sum of g*direction over U."""
     lam = (h / part.pace.m + along) * part.pace.inverse
-    pull = be.narrow(lam, numerics) * part.w
+    # Where all w have nearly vanished it may be too large a number, and infinity times 0 is none.
+    pull = be.narrow(be.minimum(be.maximum(lam, -numerics.far), numerics.far), numerics) * part.w
     x_bar = be.where(part.follows, g, pull)
     eta = be.narrow(be.minimum(part.pace.eta, numerics.far), numerics)
     delta_bar = be.where(part.free, eta * (g - pull), 0.0)

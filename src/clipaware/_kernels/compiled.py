@@ -1044,7 +1044,9 @@ def pull_rows(x, delta, lower, upper, eps, eta, status, g, h, bars, bound_sums, 
         lam = S / D if moves else 0.0
         # For p = inf w is 1 here, and one over the number of active elements in the text.
         eps_bar[i, 0] = lam * (D / part[5]) if p == np.inf and moves else lam
-        lam, at_zero = F(lam), my_status == AT_ZERO
+        # Where all w have nearly vanished it may be too large a number, and infinity times 0 is none.
+        far = FAR_SINGLE if rule.single else FAR_DOUBLE
+        lam, at_zero = F(min(max(lam, -far), far)), my_status == AT_ZERO
         unit = pow2(1 / my_eta, rule.single) if 0 < my_eta < np.inf else 1.0
         scale, down = F(0.0 if my_status == UNREACHABLE else my_eta * unit), F(1 / unit)
         below, above = 0.0, 0.0
