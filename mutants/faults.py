@@ -192,7 +192,7 @@ FAULTS = [
     Fault(
         "the gradient of delta without eta",
         "_math.py",
-        "delta_bar = be.where(part.free, be.narrow(part.pace.eta, numerics) * (g - pull), 0.0)",
+        "delta_bar = be.where(part.free, eta * (g - pull), 0.0)",
         "delta_bar = be.where(part.free, g - pull, 0.0)",
         TEXT_GRADIENTS,
     ),

@@ -14,6 +14,7 @@ import numpy as np
 
 import clipaware as ca
 from clipaware import _math
+from torture import gradients
 from torture.backends import Backend
 from torture.cases import Batch, call_of
 from torture.oracle import LEAST_NORMAL, MOST, TINY, ULP, L, exact, mp_solved, norm, spacing, working
@@ -25,6 +26,7 @@ STEP = 4  # working spacings of the scale within which neighbouring arrays on th
 # Of the norm at the eta of a report: it is that of sums in the working precision, since the array is polished after it.
 ADDED = {"float64": 1e-14, "float32": 2e-6}
 FARTHEST = 1e300  # scales beyond are not promised
+MOST_PASSES = 64
 ZONE = 32  # working spacings around the reach within which eps may count as either
 
 
@@ -37,6 +39,8 @@ class Outcome:
     errors: Array = None  # of the norm, all rows
     passes: list[int] = field(default_factory=list)
     seconds: float = 0.0
+    gradients: int = 0  # rows whose gradients were compared
+    pulled: int = 0  # of so many
 
     def expect(self, good: Array, kind: str, message: str, **values: Array) -> None:
         """A failure for every row that is not good."""
@@ -113,6 +117,11 @@ class Checker:
             warnings.filterwarnings("ignore", message=".*writ(e)?able.*")
             warnings.filterwarnings("ignore", category=DeprecationWarning)
             return function(*args, bounds=(self.lower, self.upper), **self.options, **options)
+
+    def differentiated(self, x: Any, delta: Any, eps: Any, lower: Any, upper: Any) -> Any:
+        """What a framework differentiates by itself."""
+        options: dict[str, Any] = {**self.options, **self.choice}
+        return ca.perturb(x, delta, eps, bounds=(lower, upper), **options)
 
     def rows(self, a: Any) -> Array:
         return exact(self.call.back(self.backend.fetch(a)))
@@ -403,9 +412,28 @@ class Checker:
                 out.failures.append((0, "inputs", "x or delta were changed"))
             if thorough or part % 8 == 2:
                 self.check_by_mpmath(scale)
+            if thorough or part % 5 == 3:
+                gradients.check(self)
+            if thorough or part % 7 == 5:
+                self.check_raised()
+            if max(out.passes, default=0) > MOST_PASSES:
+                out.failures.append((0, "passes", f"it took {max(out.passes)} passes"))
         except Exception as error:
             out.failures.append((0, f"raised {type(error).__name__}", f"{type(error).__name__}: {error}"))
         return out
+
+    def check_raised(self) -> None:
+        """An error if and only if some row is out of reach."""
+        t, batch = self.truth, self.batch
+        missed = (self.beyond | (t.zero & (t.eps > 0))) & (batch.mode != "at_most") & (batch.n > 0)
+        fine = self.within | (t.eps == 0) | (batch.mode == "at_most")
+        try:
+            choice = {"mode": batch.mode, "unreachable": "raise"}
+            self.backend.fetch(self.run(ca.perturb, self.x, self.delta, self.eps, **choice))
+            self.out.expect(~missed, "raise", "no error, and eps is out of reach", eps=t.eps, reach=t.reach)
+        except ca.UnreachableError as error:
+            if fine.all():
+                self.out.failures.append((0, "raise", f"an error, and eps is within reach: {error}"))
 
     def check_alone(self, got: Array, row: int) -> None:
         """A row by itself: the same bits."""

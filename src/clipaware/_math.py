@@ -858,7 +858,8 @@ def divided(
     at_zero, regular = status == AT_ZERO, status == REGULAR
     # Where eta does not move, w counts for nothing but must be finite.
     inv = be.where(regular, 1 / be.where(regular, eps, 1.0), 0.0)
-    eta = be.where(status == UNREACHABLE, 0.0, eta)
+    # Nor is a scale infinite, which delta's may make it.
+    eta = be.where(status == UNREACHABLE, 0.0, be.where(eta == math.inf, numerics.far, eta))
     rate = eta * m * inv
     pace = Pace(m, eta, status, be.narrow(inv, numerics), rate, rate, rate)
     parts = split(be, block, pace, numerics)
@@ -889,6 +890,7 @@ def split(be: Backend, block: Block, pace: Pace, numerics: Numerics) -> Split:
     d = direction * sign
     gap = bound_ahead(be, block.delta, block.lower, block.upper) - block.x
     s = be.maximum(sign * gap, 0.0)
+    gap = be.where(sign * gap >= 0, gap, 0.0)  # rounding may have left x outside its bounds
     # An element at its kink, up to rounding, counts as unclipped.
     free = still | ((be.narrow(pace.eta * pace.m, numerics) * d <= s * (1 + 4 * numerics.ulp)) & (s > 0))
     return Split(be.where(pace.status == UNREACHABLE, still, free), still, sign, direction, d, gap, s)
@@ -942,9 +944,11 @@ def pulled(
 ) -> tuple[Array, Array, Array, Array]:
     """The same, with the sum of g*direction over U."""
     lam = (h / part.pace.m + along) * part.pace.inverse
-    pull = be.narrow(lam, numerics) * part.w
+    # Where all w have nearly vanished it may be too large a number, and infinity times 0 is none.
+    pull = be.narrow(be.minimum(be.maximum(lam, -numerics.far), numerics.far), numerics) * part.w
     x_bar = be.where(part.follows, g, pull)
-    delta_bar = be.where(part.free, be.narrow(part.pace.eta, numerics) * (g - pull), 0.0)
+    eta = be.narrow(be.minimum(part.pace.eta, numerics.far), numerics)
+    delta_bar = be.where(part.free, eta * (g - pull), 0.0)
     c_bar = be.where(part.follows, 0.0, g - pull)
     return x_bar, delta_bar, c_bar, lam
 

@@ -134,7 +134,7 @@ def row_max(a: Array) -> Array:
     """The largest of each row; nothing here is negative."""
     half = a.shape[1] // 2
     if half < 5 * PARTS:
-        return a.max(1, keepdims=True)
+        return a.max(1, keepdims=True, initial=0)
     (one, *one_left), (two, *two_left) = _parted(a[:, :half]), _parted(a[:, half : 2 * half])
     zero = np.zeros((), a.dtype)
     most = lax.reduce((one, two), (zero, zero), lambda s, t: (lax.max(s[0], t[0]), lax.max(s[1], t[1])), (1,))

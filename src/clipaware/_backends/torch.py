@@ -502,8 +502,8 @@ def _backward(saved: Any, p: float, g: Any, h: Any, needs: Any) -> list[Any]:
             for bar, a, need in zip(found, saved[:5], needs[:5], strict=True)
         ]
     bars: list[Any] = [torch.zeros_like(a) if need else None for a, need in zip(saved, needs[:5], strict=False)]
-    height = max(1, (GROUP if x.device.type == "cpu" else BATCH) // x.shape[1])
-    for start in range(0, x.shape[0], height):
+    height = max(1, (GROUP if x.device.type == "cpu" else BATCH) // max(x.shape[1], 1))
+    for start in range(0, x.shape[0] if x.shape[1] else 0, height):
         part = slice(start, start + height)
 
         def take(a: Any, part: slice = part) -> Any:

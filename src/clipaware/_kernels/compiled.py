@@ -38,8 +38,13 @@ from clipaware._math import (
 LANE = 4096
 SAMPLE_FROM = 2**14  # rows this long solve a sample of contiguous runs first, and start there
 SAMPLE_RUNS, SAMPLE_MOST = 8, 4096
+<<<<<<< HEAD
 HUGE = 1e300
 SAFE = 1e30  # sums of powers up to this, and down to its reciprocal, have lost nothing
+=======
+HUGE, LARGEST = 1e300, float(np.finfo(np.float64).max)
+SAFE = 1e30
+>>>>>>> grad11
 FAR_SINGLE, FAR_DOUBLE = 2.0**127, 2.0**1023
 LIMIT = 1 - 32 * 2.0**-52  # of the norm over eps, where it must not be more
 BAD = -1  # values of this row want looking at: something is not finite, or x not inside its bounds
@@ -328,7 +333,7 @@ def _largest(x, delta, a, b, inv, enough):
     found = bits_of(zero)
     for i in range(x.size):
         here, towards = x[i], delta[i]
-        s = abs(pick(towards > 0, at(b, i), at(a, i)) - here)
+        s = _ahead(here, towards, a, b, i)
         u = bits_of(pick((s * inv >= enough) & (s > 0), abs(towards), zero))
         found = pick(found > u, found, u)
     return float_of(found)
@@ -865,10 +870,12 @@ def _ahead(x, towards, a, b, i):
 
 
 @loop
-def _top(delta):
-    found = bits_of(delta.dtype.type(0))
+def _top(x, delta, a, b):
+    """The largest |delta| of what has room."""
+    zero = delta.dtype.type(0)
+    found = bits_of(zero)
     for i in range(delta.size):
-        u = bits_of(abs(delta[i]))
+        u = bits_of(pick(_ahead(x[i], delta[i], a, b, i) > 0, abs(delta[i]), zero))
         found = pick(found > u, found, u)
     return float_of(found)
 
@@ -909,12 +916,12 @@ def _pull_x(x, delta, a, b, g, part, p, order, lam, at_zero, bar):
 
 
 @loop
-def _pull_delta(x, delta, a, b, g, part, p, order, lam, scale, bar):
-    """`scale` is eta*m."""
+def _pull_delta(x, delta, a, b, g, part, p, order, lam, scale, down, bar):
+    """`scale` times `down` is eta, which may be no number of this precision itself."""
     for i in range(x.size):
         towards = delta[i]
         free, w = sorted_out(towards, abs(towards) * part[0], _ahead(x[i], towards, a, b, i), part, p, order, x)
-        bar[i] = pick(free, scale * (g[i] - pick(towards > 0, lam, -lam) * w) * part[0], lam - lam)
+        bar[i] = pick(free, scale * (g[i] - pick(towards > 0, lam, -lam) * w) * down, lam - lam)
 
 
 @loop
@@ -943,14 +950,17 @@ def _bound_sums(x, delta, a, b, g, part, p, order, lam, at_zero):
 @step
 def _partials(x, delta, a, b, eps, eta, status, rules, order):
     """Of a row: m; 1/m, eta*m, the slack of U's test, the factors of d and s in w; for p = inf the largest d and the
-    room that it needs. As in ``_math.partials``, but m near 1/eta: what is in U has eta*|delta| <= s."""
+    room that it needs. As in ``_math.partials``, but m near eps/eta: what is in U has eta*|delta| <= eps."""
     F = x.dtype.type
     p, at_zero, still = rules.p, status == AT_ZERO, status == UNREACHABLE
     top = 0.0
     if at_zero:
         for start in range(0, x.size, LANE):
-            top = max(top, _top(delta[start : start + LANE]))
-    m = pow2(top, rules.single) if top > 0 else pow2(1 / eta, rules.single) if 0 < eta < np.inf else 1.0
+            stop = min(start + LANE, x.size)
+            low, high = cut(a, start, stop), cut(b, start, stop)
+            top = max(top, _top(x[start:stop], delta[start:stop], low, high))
+    moving = status == REGULAR and 0 < eta < np.inf
+    m = pow2(top, rules.single) if top > 0 else pow2(eps / eta, rules.single) if moving else 1.0
     inv, rate, enough = 1.0, 0.0, 0.0
     if status == REGULAR:
         inv, rate, enough = 1 / eps, eta * m / eps, 1 - 8 * rules.ulp
@@ -1043,6 +1053,8 @@ def pull_rows(x, delta, lower, upper, eps, eta, status, g, h, bars, bound_sums, 
         a, b = of_row(lower, i), of_row(upper, i)
         row, along, up = x[i], delta[i], g[i if g.shape[0] > 1 else 0]
         my_eps, my_eta, my_status = eps[i if eps.shape[0] > 1 else 0, 0], eta[i, 0], status[i, 0]
+        # A scale beyond all numbers: what is not clipped remains so, and nothing is NaN.
+        my_eta = LARGEST if my_eta == np.inf else my_eta
         m, part = _partials(row, along, a, b, my_eps, my_eta, my_status, rule, order)
         S, D = 0.0, 0.0
         for start in range(0, row.size, LANE):
@@ -1056,8 +1068,11 @@ def pull_rows(x, delta, lower, upper, eps, eta, status, g, h, bars, bound_sums, 
         lam = S / D if moves else 0.0
         # For p = inf w is 1 here, and one over the number of active elements in the text.
         eps_bar[i, 0] = lam * (D / part[5]) if p == np.inf and moves else lam
-        lam, at_zero = F(lam), my_status == AT_ZERO
-        scale = F(0.0 if my_status == UNREACHABLE else my_eta * m)
+        # Where all w have nearly vanished it may be too large a number, and infinity times 0 is none.
+        far = FAR_SINGLE if rule.single else FAR_DOUBLE
+        lam, at_zero = F(min(max(lam, -far), far)), my_status == AT_ZERO
+        unit = pow2(1 / my_eta, rule.single) if 0 < my_eta < np.inf else 1.0
+        scale, down = F(0.0 if my_status == UNREACHABLE else my_eta * unit), F(1 / unit)
         below, above = 0.0, 0.0
         for start in range(0, row.size, LANE):
             end = min(start + LANE, row.size)
@@ -1066,7 +1081,7 @@ def pull_rows(x, delta, lower, upper, eps, eta, status, g, h, bars, bound_sums, 
             if x_bar.size:
                 _pull_x(here, towards, low, high, pulled, part, p, order, lam, at_zero, x_bar[i, start:end])
             if delta_bar.size:
-                _pull_delta(here, towards, low, high, pulled, part, p, order, lam, scale, delta_bar[i, start:end])
+                _pull_delta(here, towards, low, high, pulled, part, p, order, lam, scale, down, delta_bar[i, start:end])
             if c_bar.size:
                 _pull_bounds(here, towards, low, high, pulled, part, p, order, lam, at_zero, c_bar[i, start:end])
             if bound_sums.size:
