@@ -38,13 +38,8 @@ from clipaware._math import (
 LANE = 4096
 SAMPLE_FROM = 2**14  # rows this long solve a sample of contiguous runs first, and start there
 SAMPLE_RUNS, SAMPLE_MOST = 8, 4096
-<<<<<<< HEAD
-HUGE = 1e300
+HUGE, GREATEST = 1e300, float(np.finfo(np.float64).max)
 SAFE = 1e30  # sums of powers up to this, and down to its reciprocal, have lost nothing
-=======
-HUGE, LARGEST = 1e300, float(np.finfo(np.float64).max)
-SAFE = 1e30
->>>>>>> grad11
 FAR_SINGLE, FAR_DOUBLE = 2.0**127, 2.0**1023
 LIMIT = 1 - 32 * 2.0**-52  # of the norm over eps, where it must not be more
 BAD = -1  # values of this row want looking at: something is not finite, or x not inside its bounds
@@ -1054,7 +1049,7 @@ def pull_rows(x, delta, lower, upper, eps, eta, status, g, h, bars, bound_sums, 
         row, along, up = x[i], delta[i], g[i if g.shape[0] > 1 else 0]
         my_eps, my_eta, my_status = eps[i if eps.shape[0] > 1 else 0, 0], eta[i, 0], status[i, 0]
         # A scale beyond all numbers: what is not clipped remains so, and nothing is NaN.
-        my_eta = LARGEST if my_eta == np.inf else my_eta
+        my_eta = GREATEST if my_eta == np.inf else my_eta
         m, part = _partials(row, along, a, b, my_eps, my_eta, my_status, rule, order)
         S, D = 0.0, 0.0
         for start in range(0, row.size, LANE):
