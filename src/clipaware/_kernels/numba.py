@@ -227,7 +227,9 @@ def vjp(
     working = np.float64 if x.dtype == np.float64 else np.float32
     in_sum = lower.shape[1] == upper.shape[1] == 1
     wanted = needs[0], needs[1], needs[2] and not in_sum
-    bars: list[Array] = [np.empty((rows, n), x.dtype) if want else None for want in wanted]
+    # Bounds' are summed, which in 16 bits could be infinity less infinity.
+    kinds = x.dtype, x.dtype, working
+    bars: list[Array] = [np.empty((rows, n), k) if want else None for k, want in zip(kinds, wanted, strict=True)]
     bound_sums, eps_bar = np.empty((rows if needs[2] and in_sum else 0, 2)), np.empty((rows, 1))
     rules = rules_for(n, p, SOLVED, "equal", False, 0, working is np.float32, False)
     g = g if g.shape[1] == n else np.full((len(g), n), g, working)
