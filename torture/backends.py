@@ -96,7 +96,9 @@ def _cuda() -> Backend:
     (torch,) = needs("torch")
     if not torch.cuda.is_available():
         raise ImportError("PyTorch finds no GPU")
-    return _torch("cuda", "cuda", alone=False, profile=Profile(most_rows=256, few_orders=True))
+    # Code for an order, a dtype and a shape takes long to make, and is used for many rows then.
+    profile = Profile(subnormal64=False, least_rows=128, most_rows=256, few_orders=True)
+    return _torch("cuda", "cuda", alone=False, profile=profile)
 
 
 def _triton() -> Backend:
@@ -116,7 +118,7 @@ def _triton() -> Backend:
         return stack
 
     # Its rounding to bfloat16 is not a GPU's.
-    profile = Profile(("float16", "float32", "float64"), longest=2000, most_rows=8)
+    profile = Profile(("float16", "float32", "float64"), subnormal64=False, longest=2000, most_rows=8)
     return _torch("triton", enter=enter, alone=False, profile=profile)
 
 

@@ -25,7 +25,7 @@ NORM = {"float64": 1e-14, "float32": 3e-7, "float16": 3e-7, "bfloat16": 3e-7}  #
 STEP = 4  # working spacings of the scale within which neighbouring arrays on the ray count as one
 # Of the norm at the eta of a report: it is that of sums in the working precision, since the array is polished after it.
 ADDED = {"float64": 1e-14, "float32": 2e-6}
-FARTHEST = 1e300  # scales beyond are not promised
+FARTHEST = 1e300  # scales beyond, or scales times the largest |delta|, are not promised
 MOST_PASSES = 64
 ZONE = 32  # working spacings around the reach within which eps may count as either
 
@@ -287,7 +287,8 @@ class Checker:
         out.expect(done | (eta >= 0), "eta", "rescale returned a negative scale", eta=eta)
         out.expect(done | ~self.still | (eta == 0), "eta", "nothing was to move, and eta is not 0", eta=eta)
         done = done | self.still | (self.small & (eta == 0))
-        done = done | ((eta >= FARTHEST) & (t.norm_at(L(FARTHEST)) < t.eps))
+        farthest = FARTHEST / np.maximum(t.size.max(axis=1, keepdims=True, initial=0), L(1))
+        done = done | ((eta >= farthest * (1 - L(1e-9))) & (farthest < t.last_break()) & (t.norm_at(farthest) < t.eps))
         below, above = self.around(eta, dtype)
         if mode == "at_most":
             out.expect(done | (eta <= 1), "eta", "at_most: eta exceeds 1", eta=eta)

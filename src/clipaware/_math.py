@@ -864,7 +864,10 @@ def divided(
     pace = Pace(m, eta, status, be.narrow(inv, numerics), rate, rate, rate)
     parts = split(be, block, pace, numerics)
     if p == math.inf:
-        roomy = be.where(_roomy(parts, pace, numerics), be.constant(parts.d), 0.0)
+        d = be.constant(parts.d)
+        # Not of what has a little less room, and at this eta would move further.
+        moves = _roomy(parts, pace, numerics) & (be.narrow(pace.rate, numerics) * d <= 1 + 8 * numerics.ulp)
+        roomy = be.where(moves, d, 0.0)
         pace = pace._replace(largest=be.row_max(roomy))
         count = be.row_sum(be.cast_like(_active(parts, pace, numerics), parts.d))
         rate = 1 / be.where(count > 0, count, 1.0)

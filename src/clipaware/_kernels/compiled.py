@@ -322,14 +322,14 @@ def _ceiling(x, delta, a, b, dm, inv, most, p, order):
 
 
 @loop
-def _largest(x, delta, a, b, inv, enough):
-    """The largest |delta| among the elements that have room, and enough of it."""
+def _largest(x, delta, a, b, inv, enough, most):
+    """The largest |delta|, of `most` at most, among the elements that have room, and enough of it."""
     zero = inv - inv
     found = bits_of(zero)
     for i in range(x.size):
         here, towards = x[i], delta[i]
         s = _ahead(here, towards, a, b, i)
-        u = bits_of(pick((s * inv >= enough) & (s > 0), abs(towards), zero))
+        u = bits_of(pick((s * inv >= enough) & (s > 0) & (abs(towards) <= most), abs(towards), zero))
         found = pick(found > u, found, u)
     return float_of(found)
 
@@ -473,7 +473,7 @@ def sweep(x, delta, a, b, out, s, rules, order):
         elif want == NAIVE:
             u += _naive(along, dm, per, full, p, order)
         elif want == LARGEST:
-            u = max(u, _largest(here, along, low, high, inv, F(s.target * (1 - 2 * rules.ulp))))
+            u = max(u, _largest(here, along, low, high, inv, F(s.target * (1 - 2 * rules.ulp)), F(np.inf)))
         elif want == BIGGEST:
             u = max(u, _biggest(here, along, low, high, T, dm, inv, most))
         elif want == CEILING or want == TOP_OF_BRACKET:
@@ -962,11 +962,13 @@ def _partials(x, delta, a, b, eps, eta, status, rules, order):
     elif not at_zero:
         inv, enough = 0.0, 1.0  # eta does not move: nothing is active, and w counts for nothing but must be finite
     largest = F(-1)
+    # Not of what has a little less room, and at this eta would move further.
+    furthest = eps / eta * (1 + 8 * rules.ulp) if moving else np.inf
     if p == np.inf and not still:
         for start in range(0, x.size, LANE):
             stop = min(start + LANE, x.size)
             low, high = cut(a, start, stop), cut(b, start, stop)
-            found = _largest(x[start:stop], delta[start:stop], low, high, F(inv), F(enough))
+            found = _largest(x[start:stop], delta[start:stop], low, high, F(inv), F(enough), F(furthest))
             largest = max(largest, found * F(1 / m))
     elif top > 0:
         total = 0.0

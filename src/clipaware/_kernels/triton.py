@@ -303,7 +303,7 @@ def _pass(
     HOLDS: tl.constexpr,
 ):
     """Two numbers of a row, added up or maximised in float64. `k` is the scale, in the units of `inv` if for SUMS."""
-    ULP: tl.constexpr = 2.0**-52 if DOUBLE else 2.0**-23
+    ULP: tl.constexpr = 2.0**-52 if DTYPE == tl.float64 else 2.0**-23
     MAXIMUM: tl.constexpr = (
         WHAT == LOOK
         or WHAT == CEILING
@@ -562,9 +562,10 @@ def _solve_carefully(
 ):  # fmt: skip
     """Whatever a row is like. A function of its own, so that it takes no registers from what is usual."""
     DTYPE: tl.constexpr = v.dtype.element_ty
-    ULP: tl.constexpr = 2.0**-52 if DOUBLE else 2.0**-23
+    ULP: tl.constexpr = 2.0**-52 if DTYPE == tl.float64 else 2.0**-23
     # Where eta decides whether delta is left alone, a short step may be followed by a long one, beyond a kink.
-    STEADY: tl.constexpr = 2.0**-49 if DOUBLE else (2.0**-12 * min(1.0, 4 / P) if WRITE and MODE == 0 else 2.0**-24)
+    LOOSELY: tl.constexpr = WRITE and MODE == 0 and not HALF
+    STEADY: tl.constexpr = 2.0**-49 if DOUBLE else (2.0**-12 * min(1.0, 4 / P) if LOOSELY else 2.0**-24)
     CLOSE: tl.constexpr = 4e-15 if DOUBLE else 2e-7
     TINY: tl.constexpr = 1e-200 if DOUBLE else 1e-25
     AT_MOST: tl.constexpr = MODE == 1
@@ -653,7 +654,7 @@ def _solve_carefully(
             off = code == REGULAR
             if not HALF:
                 # Near the reach steps are short long before eta is near.
-                more = tl.minimum(tl.maximum((1 - norm) / slope, -0.1), 0.1)
+                more = tl.minimum(tl.maximum((1 - norm) / slope, 0.0), 0.1)
                 K *= tl.where(off & (slope < 0.05), 1 + more, 1.0)
                 off = off & (tl.abs(norm - 1) > CLOSE)
             if AT_MOST:
@@ -769,7 +770,7 @@ def _nodes(
     part = tl.program_id(0) % parts
     if tl.load(flags + index * 4) != STARTED:
         return
-    ULP: tl.constexpr = 2.0**-52 if DOUBLE else 2.0**-23
+    ULP: tl.constexpr = 2.0**-52 if x.dtype.element_ty == tl.float64 else 2.0**-23
     row = _row(x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, index)
     state += index * STATE
     inv = _real(tl.load(state + INV), DOUBLE)
@@ -1207,7 +1208,11 @@ def _pull_tile(elements, g, of_eta, of_ratio, inv, code, top, P: tl.constexpr, W
     else:
         s = tl.maximum(tl.where(delta < 0, x - lower, upper - x), 0.0)
         at_zero = code == AT_ZERO
-        counts = _able(s, inv, at_zero, ULP) if P == INF else (s > 0)
+        if P == INF:
+            # Not of what has a little less room, and at this eta would move further.
+            counts = _able(s, inv, at_zero, ULP) & ((size * of_ratio[0]) * of_ratio[1] <= 1 + 8 * ULP)
+        else:
+            counts = s > 0
         size = tl.where(counts, size, 0.0)
         one = (
             size.to(tl.float64) if WHAT == TOP else _power((size * of_ratio[0]) * of_ratio[1], P, False).to(tl.float64)
@@ -1260,8 +1265,8 @@ def _pull_store(
         bar = tl.where(lost, nan, tl.where(follows, g, pull))
         tl.store(x_bar + cols, bar.to(x_bar.dtype.element_ty), mask=cols < n)
     if DELTA_BAR:
-        factor = _real(tl.where(code == UNREACHABLE, 0.0, eta), DOUBLE)
-        bar = tl.where(lost, nan, tl.where(free, factor * (g - pull), 0.0))
+        still = code == UNREACHABLE
+        bar = tl.where(lost, nan, tl.where(free & ~still, ((g - pull) * of_eta[0]) * of_eta[1], 0.0))
         tl.store(delta_bar + cols, bar.to(delta_bar.dtype.element_ty), mask=cols < n)
     if C_BAR:
         bar = tl.where(lost, nan, tl.where(follows, 0.0, g - pull))
@@ -1275,7 +1280,7 @@ def _pull_scalars(eps, eps_row, eta, status, index, DOUBLE: tl.constexpr):
     some = tl.where(k == k, k, 0.0)
     inv = tl.where(regular, 1 / tl.where(regular & (e > 0), e, 1.0), 0.0)
     if not DOUBLE:
-        inv = tl.minimum(inv, 1e36)
+        inv = tl.minimum(inv, 2.0**126)
     return k, code, _split(some, DOUBLE), _split(some * inv, DOUBLE), _real(inv, DOUBLE)
 
 
@@ -1514,9 +1519,10 @@ class _Key(NamedTuple):
     low: bool  # whether that bound has a value per element
     up: bool
     rest: tuple[Any, ...]
+    double: bool  # whether it computes in float64
 
     def kinds(self) -> dict[str, Any]:
-        return {"DOUBLE": self.dtype == torch.float64, "LOW": self.low, "UP": self.up}
+        return {"DOUBLE": self.double, "LOW": self.low, "UP": self.up}
 
 
 def _problem(x: Array, delta: Array, eps: Any, lower: Any, upper: Any, *rest: Any) -> tuple[tuple[Any, ...], _Key]:
@@ -1527,16 +1533,16 @@ def _problem(x: Array, delta: Array, eps: Any, lower: Any, upper: Any, *rest: An
     upper, upper_row, up, of_upper = _operand(upper)
     steps = _rows_of(x), _rows_of(delta), lower_row, upper_row
     where = x.data_ptr() % 16 == 0, delta.data_ptr() % 16 == 0, of_eps, of_lower, of_upper
-    key = _Key(x.dtype, x.get_device(), low, up, (where, steps, eps_row, x.shape[1], *rest))
+    double = x.dtype == torch.float64
+    key = _Key(x.dtype, x.get_device(), low, up, (where, steps, eps_row, x.shape[1], *rest), double)
     return (x, delta, lower, upper, *steps, eps, eps_row, x.shape[1]), key
 
 
 def _block(n: int, key: _Key) -> dict[str, Any]:
     """How one program goes through a row: with so few registers that several of them share a processor."""
     size = triton.next_power_of_2(n) if n <= LONGEST else STREAM
-    double = key.dtype == torch.float64
-    warps = min(max(size // (512 if double else 1024), 1), 16)
-    fewer = {} if INTERPRETED or double or n > LONGEST else {"maxnreg": 128}
+    warps = min(max(size // (512 if key.double else 1024), 1), 16)
+    fewer = {} if INTERPRETED or key.double or n > LONGEST else {"maxnreg": 128}
     return {"BLOCK": max(size, 16), "HOLDS": n <= LONGEST, "num_warps": warps, **fewer}
 
 
@@ -1599,6 +1605,7 @@ def solve(
     if not rows * n:
         return v, eta.zero_(), status.fill_(_math.ZERO)
     given, key = _problem(x, delta, eps, lower, upper, p, mode, write)
+    key = key._replace(double=key.double or not write)  # where nobody looks at the norm afterwards
 
     def options(**more: Any) -> dict[str, Any]:
         return {"P": p, "MODE": MODES[mode], "WRITE": write, **key.kinds(), **more}
@@ -1620,7 +1627,7 @@ def solve(
         shared = state, flags, counts, partials
         sample = {"SIZE": SAMPLE, "RUN": SAMPLE_RUN, "num_warps": max(1, SAMPLE // 1024)}
         _launch(_start, rows, (*given, *shared[:3]), key, lambda: {"P": p, **key.kinds(), **sample})
-        for which in (OPENING, MIDDLE, MIDDLE) if x.dtype == torch.float64 else (OPENING,):
+        for which in (OPENING, MIDDLE, MIDDLE) if key.double else (OPENING,):
             constants = functools.partial(options, PASS=which.value, **at_nodes)
             _launch(_nodes, rows * parts, (*given, *shared, parts), (which.value, key), constants)
         constants = functools.partial(options, PASS=CLOSING.value, **at_last)
