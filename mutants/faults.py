@@ -171,8 +171,8 @@ FAULTS = [
     Fault(
         "an element at its kink is clipped",
         "_math.py",
-        "free = still | ((be.narrow(pace.eta * pace.m, numerics) * d <= s * (1 + 4 * numerics.ulp)) & (s > 0))",
-        "free = still | ((be.narrow(pace.eta * pace.m, numerics) * d < s * (1 - 4 * numerics.ulp)) & (s > 0))",
+        "free = still | ((moved <= s * (1 + 4 * numerics.ulp)) & (s > 0))",
+        "free = still | ((moved < s * (1 - 4 * numerics.ulp)) & (s > 0))",
         TEXT_GRADIENTS,
     ),
     Fault(

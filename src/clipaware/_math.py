@@ -750,7 +750,8 @@ def summary(rows: Rows, v: Array, n: int) -> tuple[Array, Array, Array]:
     still = (rows.top <= 0) | at_zero
     rows = rows._replace(eps=be.where(at_zero, 1.0, rows.eps), top=be.where(rows.top > 0, rows.top, 1.0))
     passes = Passes(rows)
-    K = passes.naive()[0] / passes.inv if p < math.inf else rows.eps * (passes.m / rows.top)
+    # As a product: of two quotients XLA makes one of products, which overflow.
+    K = rows.eps * (passes.naive()[0] / (rows.eps * passes.inv) if p < math.inf else passes.m / rows.top)
     K = be.where(still, 0.0, K)
 
     def norm(array: Callable[[Any, Block], Array]) -> Array:
@@ -895,7 +896,10 @@ def split(be: Backend, block: Block, pace: Pace, numerics: Numerics) -> Split:
     s = be.maximum(sign * gap, 0.0)
     gap = be.where(sign * gap >= 0, gap, 0.0)  # rounding may have left x outside its bounds
     # An element at its kink, up to rounding, counts as unclipped.
-    free = still | ((be.narrow(pace.eta * pace.m, numerics) * d <= s * (1 + 4 * numerics.ulp)) & (s > 0))
+    # By two factors: as one, eta*m may be no float32 where its product with d is.
+    pace_of_d, more = be.minimum(pace.eta * pace.m, 2.0**100), be.maximum(pace.eta * pace.m * 2.0**-100, 1.0)
+    moved = times(be, d * be.narrow(pace_of_d, numerics), be.narrow(more, numerics))
+    free = still | ((moved <= s * (1 + 4 * numerics.ulp)) & (s > 0))
     return Split(be.where(pace.status == UNREACHABLE, still, free), still, sign, direction, d, gap, s)
 
 

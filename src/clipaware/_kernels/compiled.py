@@ -64,7 +64,7 @@ STATE = np.dtype(
     [(name, np.int64) for name in ("want", "status", "count", "left", "looked", "bracketed", "polishing")]
     + [(name, np.int64) for name in ("plain", "simple", "old_simple")]
     + [(name, np.float64) for name in ("eps", "inv", "target", "most", "m", "unit", "old_m", "old_unit")]
-    + [(name, np.float64) for name in ("T", "lo", "hi", "C", "K", "slope", "down", "eta")]
+    + [(name, np.float64) for name in ("T", "lo", "hi", "C", "K", "slope", "down", "eta", "settled")]
     + [(name, np.float64) for name in ("below", "above", "at_below", "at_above", "best", "gap", "written")],
 )
 
@@ -517,6 +517,7 @@ def narrow(a, single):
 def begin(s, eps, roomy, rules):
     s.eps, s.status, s.count, s.polishing = eps, ZERO, 0, 0
     s.T = s.K = s.eta = 0.0
+    s.settled = rules.settled
     s.m = s.inv = s.unit = s.most = 1.0
     s.plain, s.simple, s.looked, s.bracketed = 0, 1, 0, 0
     s.want = LOOK
@@ -651,7 +652,7 @@ def settle(s, A, C, rules):
     short = A <= 0 and not over
     regular = A > 0 and not over
     root = ((target - C) / A) ** (1 / rules.p) / s.unit if regular else 0.0
-    arrived = regular and (root <= T * (1 + rules.settled) if left else abs(root - T) <= rules.settled * T)
+    arrived = regular and (root <= T * (1 + s.settled) if left else abs(root - T) <= s.settled * T)
     if over or (regular and root < T):
         s.hi = min(s.hi, T)
     if regular:
@@ -710,6 +711,10 @@ def written(s, total, furthest, rules):
         moving = s.status == REGULAR and (rules.grid > 0 or abs(norm - 1) > rules.close)
         if not (moving or (at_most and norm > limit)):
             s.want = DONE
+            return
+        if norm < 1 - 4 * rules.close and s.settled > rules.tight and s.K * s.inv == s.T:
+            # Newton's last step was short, and another may not be, beyond a kink.
+            s.settled, s.left, s.lo, s.hi, s.want = rules.tight, 0, 0.0, HUGE, SUMS
             return
         s.below, s.above, s.gap, s.best = -1.0, np.inf, HUGE, 0.0 if at_most else s.written
         s.polishing = 1

@@ -67,8 +67,10 @@ def launch(kernel: Any, *arguments: Any) -> Any:
 @lru_cache(maxsize=256)
 def rules_for(n: int, p: float, task: int, mode: str, write: bool, grid: int, single: bool, final: bool) -> Array:
     numerics = SINGLE if single else DOUBLE
-    # Not where eta decides whether delta is left alone: a short step may be followed by a long one, beyond a kink.
-    settled = LOOSE * min(1.0, 4 / p) if single and write and mode == "equal" else numerics.settled
+    # A short step may be followed by a long one, beyond a kink: not where eta decides whether delta is left alone, and
+    # not of halves, whose norm does not tell.
+    loosely = single and write and mode == "equal" and not grid
+    settled = LOOSE * min(1.0, 4 / p) if loosely else numerics.settled
     limits = numerics.ulp, numerics.tiny, settled, numerics.settled, numerics.close, numerics.least
     return np.array([(n, task, MODES[mode], write, grid, single, final, p, *limits)], RULES)
 
