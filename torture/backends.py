@@ -89,7 +89,7 @@ def _torch(name: str = "torch", device: str = "cpu", **options: Any) -> Backend:
 
 def _torch_operations() -> Backend:
     enter = partial(patched, "clipaware._backends.torch", _numpy_can=lambda x: False)
-    return _torch("torch-operations", enter=enter, counts=True)
+    return _torch("torch-operations", enter=enter, counts=True, alone=False)  # sums depend on the shape
 
 
 def _cuda() -> Backend:

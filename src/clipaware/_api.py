@@ -311,7 +311,8 @@ def report(
 
 def _report(problem: _Problem, mode: str, unreachable: str) -> Report:
     be = problem.be
-    v, eta, status = _solve(problem, mode, unreachable, write=True)
+    v, _, status = _solve(problem, mode, unreachable, write=True)
+    _, eta, _ = _solve(problem, mode, unreachable, write=False)  # more exactly: the array is polished anyway
     norm, naive_norm, clipped = be.summary(*problem[1:7], v, **problem.span)
     reached = be.reach(*problem[1:3], *problem[4:7], **problem.span)
     per_sample = be.where(status == status, problem.eps, eta)  # one for all samples becomes one for each

@@ -563,9 +563,7 @@ def _solve_carefully(
     """Whatever a row is like. A function of its own, so that it takes no registers from what is usual."""
     DTYPE: tl.constexpr = v.dtype.element_ty
     ULP: tl.constexpr = 2.0**-52 if DTYPE == tl.float64 else 2.0**-23
-    # Where eta decides whether delta is left alone, a short step may be followed by a long one, beyond a kink.
-    LOOSELY: tl.constexpr = WRITE and MODE == 0 and not HALF
-    STEADY: tl.constexpr = 2.0**-49 if DOUBLE else (2.0**-12 * min(1.0, 4 / P) if LOOSELY else 2.0**-24)
+    STEADY: tl.constexpr = 2.0**-49 if DOUBLE else 2.0**-24
     CLOSE: tl.constexpr = 4e-15 if DOUBLE else 2e-7
     TINY: tl.constexpr = 1e-200 if DOUBLE else 1e-25
     AT_MOST: tl.constexpr = MODE == 1
@@ -616,7 +614,8 @@ def _solve_carefully(
                 else:
                     factor = _curved(least, _real(last_c / c, DOUBLE), _real(last_U / some_U, DOUBLE), P)
                 guess = c * factor.to(tl.float64)
-                guess = tl.where((guess >= lo) & (guess <= hi) & (guess < INF), guess, tl.minimum(root, hi))
+                inside = (guess >= lo) & (guess <= hi) & (guess < INF)
+                guess = tl.where(inside, guess, tl.minimum(tl.maximum(root, lo), hi))
                 arrived = fine & (tl.abs(guess - c) <= STEADY * guess)
                 astray = ~fine | ((count >= NEWTON_PASSES) & (count % 2 == 1))
                 if astray & ~arrived & (hi >= INF):
@@ -653,9 +652,6 @@ def _solve_carefully(
             norm = _norm(held, row, n, K, inv, size, corner, P, MEASURE, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
             off = code == REGULAR
             if not HALF:
-                # Near the reach steps are short long before eta is near.
-                more = tl.minimum(tl.maximum((1 - norm) / slope, 0.0), 0.1)
-                K *= tl.where(off & (slope < 0.05), 1 + more, 1.0)
                 off = off & (tl.abs(norm - 1) > CLOSE)
             if AT_MOST:
                 over = norm > limit
