@@ -1206,7 +1206,7 @@ def _pull_tile(elements, g, of_eta, of_ratio, inv, code, top, P: tl.constexpr, W
         at_zero = code == AT_ZERO
         if P == INF:
             # Not of what has a little less room, and at this eta would move further.
-            counts = _able(s, inv, at_zero, ULP) & ((size * of_ratio[0]) * of_ratio[1] <= 1 + 8 * ULP)
+            counts = _able(s, inv, at_zero, ULP) & ((size * of_ratio[0]) * of_ratio[1] - 8 * ULP <= 1)
         else:
             counts = s > 0
         size = tl.where(counts, size, 0.0)
@@ -1539,7 +1539,9 @@ def _block(n: int, key: _Key) -> dict[str, Any]:
     size = triton.next_power_of_2(n) if n <= LONGEST else STREAM
     warps = min(max(size // (512 if key.double else 1024), 1), 16)
     fewer = {} if INTERPRETED or key.double or n > LONGEST else {"maxnreg": 128}
-    return {"BLOCK": max(size, 16), "HOLDS": n <= LONGEST, "num_warps": warps, **fewer}
+    # Two elements for a thread at least. Of one alone, its product and the first sum with another thread's are fused, by
+    # each of the two its own way, and threads that differ in the last bit of a sum part at the next branch.
+    return {"BLOCK": max(size, 64), "HOLDS": n <= LONGEST, "num_warps": warps, **fewer}
 
 
 def _tiled_block(n: int, key: _Key) -> dict[str, Any]:
@@ -1670,7 +1672,12 @@ def vjp(
     """Gradients of x, delta, eps, and of the bound that delta points to; those of them that are needed."""
     rows, n = x.shape
     eps_bar = torch.zeros((rows, 1), dtype=torch.float64, device=x.device)
-    bars = [torch.empty((rows, n), dtype=x.dtype, device=x.device) if need else eps_bar for need in needs]
+    # What is added up afterwards is not rounded to 16 bits before.
+    dtypes = x.dtype, x.dtype, torch.float32 if x.dtype.itemsize == 2 else x.dtype
+    bars = [
+        torch.empty((rows, n), dtype=dtype, device=x.device) if need else eps_bar
+        for dtype, need in zip(dtypes, needs, strict=True)
+    ]
     if rows * n:
         g = g.resolve_neg()
         g_steps = _rows_of(g), 0 if g.shape[1] == 1 else g.stride(1)
