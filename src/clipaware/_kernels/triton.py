@@ -1539,8 +1539,8 @@ def _block(n: int, key: _Key) -> dict[str, Any]:
     size = triton.next_power_of_2(n) if n <= LONGEST else STREAM
     warps = min(max(size // (512 if key.double else 1024), 1), 16)
     fewer = {} if INTERPRETED or key.double or n > LONGEST else {"maxnreg": 128}
-    # Two elements for a thread at least. Of one alone, its product and the first sum with another thread's are fused, by
-    # each of the two its own way, and threads that differ in the last bit of a sum part at the next branch.
+    # Two elements for a thread at least. Of one alone, its product and the first sum with another thread's are fused,
+    # by each of the two in its own way, and threads that differ in the last bit of a sum part at the next branch.
     return {"BLOCK": max(size, 64), "HOLDS": n <= LONGEST, "num_warps": warps, **fewer}
 
 
