@@ -494,7 +494,7 @@ FAULTS = [
     # --- Dask ---------------------------------------------------------------------------------------------------------
     Fault(
         "norms of chunks are not merged",
-        "_backends/dask.py",
+        "_rounds.py",
         "unit * ((a / unit) ** p).sum(axis=axis, keepdims=True) ** (1 / p)",
         "unit * ((a / unit) ** p).max(axis=axis, keepdims=True) ** (1 / p)",
         "tests/test_dask.py -k chunking",

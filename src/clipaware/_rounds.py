@@ -11,9 +11,10 @@ root. `narrowed` makes the breakpoints of that bin, from the least to the larges
 if it has but one breakpoint, f is known in closed form: once the root is there, it is exact. Else, after the last
 round, it is known to the width of a bracket times the share of f that belongs to it.
 
-What is wanted is the norm of the array as it is stored, which rounding moves. Where that matters, the last rounds also
+What is wanted is the norm of the array as it is stored, which rounding moves. Where that matters, the rounds also
 measure it, at several scales around the root at once (`tried`), and `chosen` takes the one that is nearest to eps, or a
-scale between two where the norm is as good as a line there.
+scale between two where the norm is as good as a line there. For p = inf the first round finds the scales next to eps
+by itself, since the largest move of a row is that of one of its parts.
 
 All arrays are NumPy's, ``(rows, n)`` for parts of rows and ``(..., 1)`` for numbers per row.
 """
@@ -63,8 +64,7 @@ class State(NamedTuple):
     lo: Array  # the root is between these two breakpoints
     hi: Array
     slope: Array  # d log(norm) / d log(T)
-    noise: Array  # the share of eps that rounding usually adds to the norm, or takes,
-    most: Array  # and the most that it can
+    noise: Array  # the share of eps that rounding usually adds to the norm, or takes
     top: Array  # the largest |delta|
     status: Array
     lost: Array  # 1 if the row is to become NaN
@@ -281,7 +281,7 @@ def begun(a: Array, eps: Array, p: float, n: int, numerics: Numerics, ulp: float
         scale = np.where((status == REGULAR) & (seen.past == math.inf), right, scale)
         before = _scale(_index(seen.past, numerics) - 1, numerics)
         ends = left, np.where(wanted, before, scale), np.where(wanted, seen.past, scale), right
-    known = T, done, np.where(done, 0.0, one), lo, hi, one, noise, most, seen.top, status, lost, reach, scale
+    known = T, done, np.where(done, 0.0, one), lo, hi, one, noise, seen.top, status, lost, reach, scale
     return stacked(State(*known, *ends))
 
 
@@ -381,10 +381,12 @@ def narrowed(state: Array, tallies: Array, p: float, bins: int) -> Array:
     exact = single | before | (from_right >= hi)
     root = np.where(hi < lo, from_left, np.maximum(from_left, np.where(before, 0.0, from_right)))
     root = np.where(lo == hi, np.where(before, from_left, np.maximum(from_right, lo)), root)
+    lo = np.where(exact | ~vanished, lo, left)  # the root may be before the first breakpoint
     # And a chord, which does not lie above it: what is left between them is as small as a bin is narrow.
     at_lo, at_hi = at(C) + _times(at(F), (lo / left) ** p), at(C, 1) + at(F, 1) * (hi / right) ** p
     share = np.clip((1 - at_lo) / (at_hi - at_lo), 0.0, 1.0)
     chord = lo * (1 + share * ((hi / lo) ** p - 1)) ** (1 / p)
+    chord = np.where(chord < hi, chord, hi)
     between = np.clip(root, lo, hi)
     gap = np.maximum(chord, between) - between
     T = np.where(exact, root, between + gap / 2)
@@ -589,7 +591,9 @@ def chosen(before: Array, state: Array, norms: Array, mode: str) -> Array:
         before, here, after = (at(scales, offset + i) for i in (-1, 0, 1))
         share = (here - before) / (after - before)
         off = abs(at(norms, offset) - (1 - share) * at(norms, offset - 1) - share * at(norms, offset + 1))
-        return np.where((before < here) & (here < after), off, math.inf)
+        return np.where(
+            (share > 0.2) & (share < 0.8), off, math.inf
+        )  # else it is next to one of them, and tells nothing
 
     left, right, below, above = at(scales, 0), at(scales, 1), 1 - at(norms, 0), at(norms, 1) - 1
     wave = np.maximum(off_the_line(0), off_the_line(1))

@@ -457,7 +457,7 @@ def _scale_whole(
     one, missed = np.ones_like(eta), _is_missed(status, arrays[2])
     reach = _reach_of_rows(arrays, p) if missed.any() else one
     top = abs(arrays[1].astype(np.float64)).max(axis=1, keepdims=True, initial=0.0)
-    state = (*[one] * 8, top, status, np.isnan(eta), reach, *[eta] * 5)
+    state = (*[one] * 7, top, status, np.isnan(eta), reach, *[eta] * 5)
     return _kept(_rounds.stacked(state), sample, x)
 
 
