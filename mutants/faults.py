@@ -494,9 +494,9 @@ FAULTS = [
     # --- Dask ---------------------------------------------------------------------------------------------------------
     Fault(
         "norms of chunks are not merged",
-        "_rounds.py",
-        "unit * ((a / unit) ** p).sum(axis=axis, keepdims=True) ** (1 / p)",
-        "unit * ((a / unit) ** p).max(axis=axis, keepdims=True) ** (1 / p)",
+        "_backends/dask.py",
+        "return _reduced(parts, problem, _rounds.merged_norms, p=problem.p)",
+        "return _reduced(parts, problem, _rounds.merged_norms, p=math.inf)",
         "tests/test_dask.py -k chunking",
     ),
     Fault(
