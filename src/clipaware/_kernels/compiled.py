@@ -1417,7 +1417,7 @@ def _changes(x, delta, a, b, inv, K, dm, grid, p, order, found):
         v = _halved(here, K[0] * along, low, high, grid)
         end = _halved(here, K[last] * along, low, high, grid)
         power = raised(abs(np.float64(v) - np.float64(here)) * inv, p, order)
-        found[0] = max(found[0], power) if p == np.inf else found[0] + power
+        found[0] += power
         k = 0
         while v != end and k < last:
             # The first K beyond with another value: in longer and longer steps, and then between the last two.
@@ -1433,7 +1433,7 @@ def _changes(x, delta, a, b, inv, K, dm, grid, p, order, found):
                     right = middle
             k, v = right, _halved(here, K[right] * along, low, high, grid)
             new = raised(abs(np.float64(v) - np.float64(here)) * inv, p, order)
-            found[k] = max(found[k], new) if p == np.inf else found[k] + (new - power)
+            found[k] += new - power
             power = new
 
 
@@ -1443,10 +1443,10 @@ def measure_rows(x, delta, lower, upper, inv, K, dm, grid, p, order, found):
     here, out = np.empty(LANE, x.dtype), np.empty(LANE, x.dtype)
     for i in range(x.shape[0]):
         a, b = of_row(lower, i), of_row(upper, i)
-        if grid > 0:
-            _changes(x[i], delta[i], a, b, inv[i], K[i], dm[i], grid, p, order, found[i])
+        if grid > 0 and p <= 4:
+            _changes(x[i], delta[i], a, b, inv[i, 0], K[i], dm[i], grid, p, order, found[i])
             for k in range(1, K.shape[1]):
-                found[i, k] = max(found[i, k], found[i, k - 1]) if p == np.inf else found[i, k] + found[i, k - 1]
+                found[i, k] += found[i, k - 1]
             continue
         for left in range(0, x.shape[1], LANE):
             right = min(left + LANE, x.shape[1])
@@ -1455,6 +1455,6 @@ def measure_rows(x, delta, lower, upper, inv, K, dm, grid, p, order, found):
             for k in range(K.shape[1]):
                 _move(some, delta[i, left:right], *bounds, K[i, k], dm[i], grid, v)
                 if p == np.inf:
-                    found[i, k] = max(found[i, k], _furthest(some, v, inv[i]))
+                    found[i, k] = max(found[i, k], _furthest(some, v, inv[i, k]))
                 else:
-                    found[i, k] += _measure(some, v, inv[i], p, order)
+                    found[i, k] += _measure(some, v, inv[i, k], p, order)

@@ -331,7 +331,7 @@ def write_on_grid(
 def look_ahead(x: Array, delta: Array, lower: Array, upper: Array, eps: Array, enough: float, p: float) -> Array:
     """A Look of ``clipaware._rounds`` at a tile. On one thread: its caller has others."""
     arrays = _tile(x, delta, lower, upper)
-    found = np.zeros((len(x), 10))
+    found = np.zeros((len(x), 11))
     found[:, 5] = math.inf
     inv = easy(np.broadcast_to(1 / eps, (len(x), 1))[:, 0], np.float64)
     launch(look_at_rows, *arrays, inv, enough, p, ORDERS.get(p, ANY_ORDER), found)
@@ -357,10 +357,10 @@ def move(x: Array, delta: Array, lower: Array, upper: Array, K: Array, dm: Array
 def measure_moves(
     x: Array, delta: Array, lower: Array, upper: Array, inv: Array, K: Array, dm: Array, p: float
 ) -> Array:
-    """Sums of the powers of what `move` moves, times `inv`, for each K of a row."""
+    """Sums of the powers of what `move` moves, times `inv`, for each K of a row, or the largest."""
     arrays = _tile(x, delta, lower, upper)
     found = np.zeros((len(x), K.shape[1]))
-    numbers = easy(np.broadcast_to(inv, (len(x), 1))[:, 0], np.float64), easy(K, arrays[0].dtype)
+    numbers = easy(np.broadcast_to(inv, found.shape), np.float64), easy(K, arrays[0].dtype)
     along = *numbers, easy(np.broadcast_to(dm, (len(x), 1))[:, 0], arrays[0].dtype)
     launch(measure_rows, *arrays, *along, GRIDS.get(x.dtype, BFLOAT16), p, ORDERS.get(p, ANY_ORDER), found)
     return found
