@@ -54,9 +54,7 @@ def array(a: Any, name: str) -> Any:
     """The backend of x."""
     be = backend_of(a)
     if be is None:
-        hint = (
-            "; convert it first, for instance with numpy.asarray" if isinstance(a, (list, tuple, int, float)) else ""
-        )
+        hint = "; convert it first, for instance with numpy.asarray" if isinstance(a, (list, tuple, int, float)) else ""
         frameworks = "NumPy, PyTorch, JAX, TensorFlow, CuPy, Dask, or any with __array_namespace__"
         raise TypeError(f"{name} is {described(a)}, expected an array of a supported framework ({frameworks}){hint}")
     return be
