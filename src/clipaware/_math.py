@@ -835,7 +835,8 @@ def partials(
 ) -> Partials:
     """The sets, weights and slopes of docs/math.md at a solution eta. Differentiable itself, in eta and the block."""
     part = weighed(be, *divided(be, block, eps, eta, status, p, numerics, unit), p, numerics)
-    return part._replace(pace=sloped(be, part.pace, be.row_sum(be.where(part.free, part.w * part.direction, 0.0))))
+    pace = sloped(be, part.pace, be.row_sum(be.where(part.free, part.w * part.direction, 0.0)))
+    return Partials(part.free, part.follows, part.sign, part.direction, part.w, pace)
 
 
 def divided(
@@ -862,14 +863,14 @@ def divided(
     # Nor is a scale infinite, which delta's may make it.
     eta = be.where(status == UNREACHABLE, 0.0, be.where(eta == math.inf, numerics.far, eta))
     rate = eta * m * inv
-    pace = Pace(m, eta, status, be.narrow(inv, numerics), rate, rate, rate)
+    inv = be.narrow(inv, numerics)
+    pace = Pace(m, eta, status, inv, rate, rate, rate)
     parts = split(be, block, pace, numerics)
     if p == math.inf:
         d = be.constant(parts.d)
         # Not of what has a little less room, and at this eta would move further.
-        moves = _roomy(parts, pace, numerics) & (be.narrow(pace.rate, numerics) * d <= 1 + 8 * numerics.ulp)
-        roomy = be.where(moves, d, 0.0)
-        pace = pace._replace(largest=be.row_max(roomy))
+        moves = _roomy(parts, pace, numerics) & (be.narrow(rate, numerics) * d <= 1 + 8 * numerics.ulp)
+        pace = Pace(m, eta, status, inv, rate, be.row_max(be.where(moves, d, 0.0)), rate)
         count = be.row_sum(be.cast_like(_active(parts, pace, numerics), parts.d))
         rate = 1 / be.where(count > 0, count, 1.0)
     else:
@@ -885,7 +886,7 @@ def divided(
             return (be.where(at_zero, limit, rate),)
 
         (rate,) = when(be, at_zero, at_limit, rate)
-    return parts, pace._replace(rate=be.narrow(rate, numerics))
+    return parts, Pace(m, eta, status, inv, be.narrow(rate, numerics), pace.largest, pace.inverse)
 
 
 def split(be: Backend, block: Block, pace: Pace, numerics: Numerics) -> Split:
@@ -938,7 +939,8 @@ def weighed(be: Backend, parts: Split, pace: Pace, p: float, numerics: Numerics)
 def sloped(be: Backend, pace: Pace, D: Array) -> Pace:
     """With D/m, the sum of w*direction over U."""
     moves = ((pace.status == REGULAR) | (pace.status == AT_ZERO)) & (D > 0)
-    return pace._replace(inverse=be.where(moves, 1 / be.where(moves, D, 1.0), 0.0))
+    inverse = be.where(moves, 1 / be.where(moves, D, 1.0), 0.0)
+    return Pace(pace.m, pace.eta, pace.status, pace.inv, pace.rate, pace.largest, inverse)
 
 
 def vjp(be: Backend, part: Partials, g: Array, h: Array, numerics: Numerics) -> tuple[Array, Array, Array, Array]:

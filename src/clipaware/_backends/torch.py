@@ -562,7 +562,7 @@ def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float) -> Array
     eps = torch.ones((1, 1), dtype=_wide(x), device=x.device)
     if traced:
         block = _block(x, delta, lower, upper, _numerics(x))
-        block = block._replace(x=torch.clamp(block.x, block.lower, block.upper))
+        block = Block(torch.clamp(block.x, block.lower, block.upper), block.delta, block.lower, block.upper)
         everything = (slice(None), slice(None), 0)
         rows = Rows(_this, lambda _: block, [everything], True, eps, p, eps, _numerics(x))
         return torch.where(senseless(block, x) > 0, torch.nan, _math.reach(rows))

@@ -236,9 +236,9 @@ def _look(x, delta, a, b):
 
 
 @loop
-def _naive(delta, dm, per, full, p, order):
-    """The sum of (d/unit)^p."""
-    total = dm - dm
+def _naive(delta, dm, per, full, p, order, none):
+    """The sum of (d/unit)^p, in the dtype of `none`, which is 0."""
+    total = none
     for i in range(delta.size):
         d = abs(delta[i]) * dm * per
         total = plus(total, raised(pick(d < full, d, full), p, order))
@@ -471,7 +471,8 @@ def sweep(x, delta, a, b, out, s, rules, order):
             if not (largest < np.inf and far < np.inf and outside == 0):
                 bad = 1.0
         elif want == NAIVE:
-            u += _naive(along, dm, per, full, p, order)
+            naive = (along, dm, per, full, p, order)
+            u += _naive(*naive, F(0.0)) if rules.write else _naive(*naive, 0.0)
         elif want == LARGEST:
             u = max(u, _largest(here, along, low, high, inv, F(s.target * (1 - 2 * rules.ulp)), F(np.inf)))
         elif want == BIGGEST:
