@@ -36,7 +36,7 @@ CAP = 1 + 2.0**-50  # in units of eps, more room than any element needs
 MOST = np.finfo(np.float64).max
 TINY, LIFT = 2.0**-500, 2.0**500  # rows of smaller deltas are worked on with this multiple of them
 FINEST = 2.0**-44  # the least share of the way outwards at which a scale is tried
-FEWEST, MOST_TRIES, TRIED = 64, 512, 2**18  # scales that are tried, and elements in all for a row to have more of them
+FEWEST, MOST_TRIES, TRIED = 128, 512, 2**19  # scales that are tried, and elements in all for a row to have more of them
 
 
 class Look(NamedTuple):
