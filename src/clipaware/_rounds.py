@@ -570,7 +570,9 @@ def tried(
         return found
     some = [a if len(a) == 1 < len(x) else a[rows] for a in (x, delta, lower, upper, eps, state)]
     (x, delta, lower, upper, eps), now = some[:5], columns(State, some[5])
-    K, dm = _factors(now.near_left, _scales(now, count), eps, lift(now.top), numerics)
+    # Of scales over many orders of magnitude, none that is too large for the dtype, nor one too small.
+    near = np.clip(now.right * 2.0**-120, now.near_left, now.near_left * 2.0**120)
+    K, dm = _factors(near, _scales(now, count), eps, lift(now.top), numerics)
     found[rows] = _norms(x, delta, lower, upper, eps, K, dm, p)
     return found
 
