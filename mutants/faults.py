@@ -80,8 +80,8 @@ FAULTS = [
     Fault(
         "p = inf: an element with room of just eps does not count",
         "_math.py",
-        "enough = self.target * (1 - 8 * rows.numerics.ulp)",
-        "enough = self.target * (1 + 8 * rows.numerics.ulp)",
+        "enough = self.target * (1 - 2 * rows.numerics.ulp)",
+        "enough = self.target * (1 + 2 * rows.numerics.ulp)",
         TEXT,
     ),
     Fault(
@@ -108,8 +108,8 @@ FAULTS = [
     Fault(
         "the polish goes the wrong way",
         "_math.py",
-        "outward = be.minimum(K * be.where(above, 1 - reach, 1 + reach), rows.numerics.far)",
-        "outward = be.minimum(K * be.where(above, 1 + reach, 1 - reach), rows.numerics.far)",
+        "be.where(above, K / (1 + reach), K * (1 + reach))",
+        "be.where(above, K * (1 + reach), K / (1 + reach))",
         POLISH,
     ),
     Fault(
@@ -171,8 +171,8 @@ FAULTS = [
     Fault(
         "an element at its kink is clipped",
         "_math.py",
-        "free = still | ((be.narrow(pace.eta * pace.m, numerics) * d <= s * (1 + 4 * numerics.ulp)) & (s > 0))",
-        "free = still | ((be.narrow(pace.eta * pace.m, numerics) * d < s * (1 - 4 * numerics.ulp)) & (s > 0))",
+        "free = still | ((moved <= s * (1 + 4 * numerics.ulp)) & (s > 0))",
+        "free = still | ((moved < s * (1 - 4 * numerics.ulp)) & (s > 0))",
         TEXT_GRADIENTS,
     ),
     Fault(
@@ -192,7 +192,7 @@ FAULTS = [
     Fault(
         "the gradient of delta without eta",
         "_math.py",
-        "delta_bar = be.where(part.free, be.narrow(part.pace.eta, numerics) * (g - pull), 0.0)",
+        "delta_bar = be.where(part.free, eta * (g - pull), 0.0)",
         "delta_bar = be.where(part.free, g - pull, 0.0)",
         TEXT_GRADIENTS,
     ),
@@ -370,8 +370,8 @@ FAULTS = [
     Fault(
         "what is nearly in reach is not",
         "_kernels/compiled.py",
-        "close_by = rules.p < np.inf and s.C >= s.target * (1 - 8 * rules.p * rules.ulp)",
-        "close_by = rules.p < np.inf and s.C >= s.target * (1 + 8 * rules.p * rules.ulp)",
+        "close_by = rules.p < np.inf and w >= s.target * (1 - 8 * rules.p * rules.ulp)",
+        "close_by = rules.p < np.inf and w >= s.target * (1 + 8 * rules.p * rules.ulp)",
         "tests/test_edges.py tests/test_values.py -k 'numpy and not operations and reach'",
     ),
     Fault(
@@ -382,11 +382,32 @@ FAULTS = [
         "tests/test_kernels.py -k 'threads or processes or read_only'",
     ),
     Fault(
+        "the end of a long row is in no part",
+        "_kernels/numba.py",
+        "for k in range(pieces)] + [n]",
+        "for k in range(pieces)] + [n // LANE * LANE]",
+        IN_PARTS,
+    ),
+    Fault(
+        "every group has the first one's gradient of eta",
+        "_kernels/numba.py",
+        "easy(some(g, part, rows), working), easy(h[part], np.float64)",
+        "easy(some(g, part, rows), working), easy(h, np.float64)",
+        "tests/test_kernels.py -k several_groups",
+    ),
+    Fault(
         "nobody waits for the other threads",
         "_kernels/threads.py",
         "            if not helper.cancel():\n                helper.result()\n",
         "            helper.cancel()\n",
         "tests/test_kernels.py -k waits_for_its_threads",
+    ),
+    Fault(
+        "the last piece is taken and not worked on",
+        "_kernels/threads.py",
+        "            work(piece)\n",
+        "            if left:\n                work(piece)\n",
+        "tests/test_kernels.py -k 'thread or processes'",
     ),
     # --- NumPy --------------------------------------------------------------------------------------------------------
     Fault(
@@ -410,6 +431,13 @@ FAULTS = [
         "rng = np.random.default_rng()",
         "tests/test_noise.py -k 'numpy or generators'",
     ),
+    Fault(
+        "x outside by rounding is not clipped",
+        "_backends/numpy.py",
+        "np.where(np.isfinite(x), np.clip(x, lower, upper), np.nan)",
+        "np.where(np.isfinite(x), x, np.nan)",
+        "tests/test_errors.py tests/test_edges.py -k 'numpy and not operations'",
+    ),
     # --- PyTorch ------------------------------------------------------------------------------------------------------
     Fault(
         "the bounds have each other's gradient",
@@ -425,6 +453,20 @@ FAULTS = [
         "return v",
         of("torch-operations", "rounding edges values"),
     ),
+    Fault(
+        "the memory of a negative view as it is",
+        "_backends/torch.py",
+        "a = a.detach().resolve_neg()",
+        "a = a.detach()\n    a = torch._neg_view(a) if a.is_neg() else a",
+        "tests/test_torch.py -k are_negative",
+    ),
+    Fault(
+        "a group's gradient replaces those before it",
+        "_backends/torch.py",
+        "                take(bar).add_(more)\n",
+        "                take(bar).copy_(more)\n",
+        "tests/test_torch.py -k several_groups",
+    ),
     # --- JAX ----------------------------------------------------------------------------------------------------------
     Fault(
         "a float32 eps that was rounded up",
@@ -439,6 +481,20 @@ FAULTS = [
         "low_bar, high_bar = jnp.where(delta < 0, c_bar, 0.0), jnp.where(delta > 0, c_bar, 0.0)",
         "low_bar, high_bar = jnp.where(delta > 0, c_bar, 0.0), jnp.where(delta < 0, c_bar, 0.0)",
         "tests/test_gradients.py tests/test_jax.py -k 'jax-operations or gradients_in_a_trace'",
+    ),
+    Fault(
+        "a float32 eps that was rounded up, in a trace",
+        "_backends/jax.py",
+        "slack = 2.0**-23 if wide == jnp.float32 else SLACK",
+        "slack = SLACK",
+        "tests/test_jax.py -k at_most_without_x64",
+    ),
+    Fault(
+        "the gradient of eta is lost in a transposition",
+        "_backends/jax.py",
+        "bars = _math.pulled(be, part, g, h, along, numerics)",
+        "bars = _math.pulled(be, part, g, h * 0, along, numerics)",
+        "tests/test_jax.py -k 'jacobians or gradients_in_a_trace or second'",
     ),
     Fault(
         "devices do not exchange their sums",
@@ -469,6 +525,20 @@ FAULTS = [
         "(11, 113) if dtype == tf.float16",
         "tests/test_tensorflow.py -k rounded_is",
     ),
+    Fault(
+        "the gradient of what was broadcast is a mean",
+        "_backends/tensorflow.py",
+        "bar = tf.reduce_sum(widen(bar), axis=0, keepdims=True)",
+        "bar = tf.reduce_mean(widen(bar), axis=0, keepdims=True)",
+        "tests/test_gradients.py tests/test_tensorflow.py -k 'tensorflow-operations or second_order'",
+    ),
+    Fault(
+        "one eps for all has the first row's gradient",
+        "_backends/tensorflow.py",
+        "eps_bar = bars[2].sum(axis=0, keepdims=True) if len(eps) == 1 else bars[2]",
+        "eps_bar = bars[2][:1] if len(eps) == 1 else bars[2]",
+        "tests/test_gradients.py tests/test_tensorflow.py -k 'tensorflow and not operations'",
+    ),
     # --- the Array API ------------------------------------------------------------------------------------------------
     Fault(
         "of several groups, a bound has the first one's gradient",
@@ -491,13 +561,62 @@ FAULTS = [
         "return v",
         "tests/test_array_api.py -k half",
     ),
+    Fault(
+        "the bounds have each other's gradient, in the Array API",
+        "_backends/array_api.py",
+        "lower_bar, upper_bar = where(block.delta < 0, c_bar, 0.0), where(block.delta > 0, c_bar, 0.0)",
+        "lower_bar, upper_bar = where(block.delta > 0, c_bar, 0.0), where(block.delta < 0, c_bar, 0.0)",
+        "tests/test_gradients.py -k strict",
+    ),
+    Fault(
+        "rows that make no sense have a reach",
+        "_backends/array_api.py",
+        "found.append(reached if blank is None else where(blank, math.nan, reached))",
+        "found.append(reached)",
+        "tests/test_array_api.py -k unchecked",
+    ),
+    Fault(
+        "seeds of the Array API are ignored",
+        "_backends/array_api.py",
+        "rng = (cupy if mine else np).random.default_rng(seed)",
+        "rng = (cupy if mine else np).random.default_rng()",
+        "tests/test_noise.py -k strict",
+    ),
     # --- Dask ---------------------------------------------------------------------------------------------------------
     Fault(
         "norms of chunks are not merged",
         "_backends/dask.py",
-        "unit * ((a / unit) ** p).sum(axis=axis, keepdims=True) ** (1 / p)",
-        "unit * ((a / unit) ** p).max(axis=axis, keepdims=True) ** (1 / p)",
+        "return _reduced(parts, problem, _rounds.merged_norms, p=problem.p)",
+        "return _reduced(parts, problem, _rounds.merged_norms, p=math.inf)",
         "tests/test_dask.py -k chunking",
+    ),
+    Fault(
+        "maxima of chunks are added up",
+        "_backends/dask.py",
+        'return (a.max if "max" in kinds else a.sum)(axis=axis, keepdims=True)',
+        "return a.sum(axis=axis, keepdims=True)",
+        of("dask", "gradients", "not batch"),
+    ),
+    Fault(
+        "what is out of reach is written all the same, in chunks",
+        "_backends/dask.py",
+        "lost=(now.lost > 0) | missed, scale=",
+        "lost=now.lost > 0, scale=",
+        "tests/test_edges.py tests/test_dask.py -k 'dask and unreachable'",
+    ),
+    Fault(
+        "Dask's signal is squared and stays so",
+        "_backends/dask.py",
+        "return (da.sqrt(_of_samples(x, axis, da.square)[0]) * amplitude).astype(_result(x))",
+        "return (_of_samples(x, axis, da.square)[0] * amplitude).astype(_result(x))",
+        "tests/test_targets.py -k 'dask and snr'",
+    ),
+    Fault(
+        "the gradient of a bound is summed over its own axes",
+        "_backends/dask.py",
+        "axes = tuple(i for i in range(bar.ndim) if i < extra or (came[i - extra] == 1 < bar.shape[i]))",
+        "axes = tuple(range(extra))",
+        of("dask", "gradients", "not batch"),
     ),
     Fault(
         "bins of chunks are not added up",
@@ -512,6 +631,20 @@ FAULTS = [
         "        v = np.where(now.lost > 0, math.nan, v)\n",
         "",
         ROUNDS,
+    ),
+    Fault(
+        "the largest of the smallest breakpoints",
+        "_rounds.py",
+        'merged["least"] = looks.least.min(axis=axis, keepdims=True)',
+        'merged["least"] = looks.least.max(axis=axis, keepdims=True)',
+        ROUNDS,
+    ),
+    Fault(
+        "at_most is rounded up, in chunks",
+        "_rounds.py",
+        "np.where(fitting == count, right, left)",
+        "right",
+        "tests/test_rounding.py tests/test_dask.py -k '(dask and at_most) or awkward'",
     ),
     # --- parts of samples on several processes ------------------------------------------------------------------------
     Fault(
@@ -529,10 +662,31 @@ FAULTS = [
         PROCESSES,
     ),
     Fault(
+        "a maximum loses another process's NaN",
+        "_backends/shards.py",
+        "            norm = torch.where(lost, torch.nan, norm)\n",
+        "",
+        PROCESSES,
+    ),
+    Fault(
+        "the bounds have each other's gradient, on several processes",
+        "_backends/shards.py",
+        "of_bounds = torch.where(moves < 0, c_bar, 0.0), torch.where(moves > 0, c_bar, 0.0)",
+        "of_bounds = torch.where(moves > 0, c_bar, 0.0), torch.where(moves < 0, c_bar, 0.0)",
+        PROCESSES,
+    ),
+    Fault(
         "the gradient of eps once for every process",
         "_backends/dtensor.py",
         "axis not in axes and not (per_sample and axis in self.sample) else placed",
         "axis not in axes else placed",
+        PROCESSES,
+    ),
+    Fault(
+        "squares of processes are not added up",
+        "_backends/dtensor.py",
+        'torch.sqrt(Shards(group).reduced("sum", found.detach().double() ** 2))',
+        "torch.sqrt(found.detach().double() ** 2)",
         PROCESSES,
     ),
     # --- grids of files -----------------------------------------------------------------------------------------------
@@ -555,6 +709,20 @@ FAULTS = [
         "quantize.py",
         "turn = np.minimum((step - 0.5) / delta, LAST) * (1 - 4 * ULP)",
         "turn = np.minimum(step / delta, LAST) * (1 - 4 * ULP)",
+        QUANTIZED,
+    ),
+    Fault(
+        "a norm of whole steps is above itself",
+        "quantize.py",
+        '{"at_most": fine, "at_least": -fine}',
+        '{"at_most": -fine, "at_least": fine}',
+        QUANTIZED,
+    ),
+    Fault(
+        "without kernels, levels are rounded down",
+        "quantize.py",
+        "return exact, np.clip(np.rint(exact), 0, grid.last)",
+        "return exact, np.clip(np.floor(exact), 0, grid.last)",
         QUANTIZED,
     ),
     # --- noise, targets, attacks --------------------------------------------------------------------------------------
@@ -587,6 +755,13 @@ FAULTS = [
         "tests/test_noise.py -k 'range or norm'",
     ),
     Fault(
+        "workers of a loader have the same noise",
+        "noise.py",
+        "entropy = [int(self.seed or 0), *self._place, self._calls]",
+        "entropy = [int(self.seed or 0), self._calls]",
+        "tests/test_noise.py -k 'workers or processes'",
+    ),
+    Fault(
         "decibels of power",
         "targets.py",
         "return float(10 ** (-decibels / 20))",
@@ -598,6 +773,20 @@ FAULTS = [
         "targets.py",
         "total * (contrast / math.sqrt(n or 1))",
         "total * (contrast / (n or 1))",
+        "tests/test_targets.py -k numpy",
+    ),
+    Fault(
+        "a light below 0 has contrast",
+        "targets.py",
+        "found = be.where(total > 0, total * (contrast",
+        "found = be.where(total != 0, total * (contrast",
+        "tests/test_targets.py -k 'contrast and not dask and not jax and not tensorflow'",
+    ),
+    Fault(
+        "the norm of n elements of an RMS without the root",
+        "targets.py",
+        "+ per_root_n * math.sqrt(n), rows)",
+        "+ per_root_n * n, rows)",
         "tests/test_targets.py -k numpy",
     ),
     Fault(
@@ -627,6 +816,13 @@ FAULTS = [
         "best[rows], which[better] = np.minimum(found, best[rows]), repeat",
         "best[rows], which[better] = found, repeat",
         "tests/test_attacks.py -k robustness",
+    ),
+    Fault(
+        "rounding takes attacks beyond eps",
+        "attacks.py",
+        'return perturb(x, v - x, eps, p=p, bounds=box, mode="at_most")',
+        "return perturb(x, v - x, eps, p=p, bounds=box)",
+        "tests/test_attacks.py -k spend_all",
     ),
     # --- files --------------------------------------------------------------------------------------------------------
     Fault(

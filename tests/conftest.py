@@ -13,11 +13,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 
 import clipaware as ca
 from clipaware._backends import numpy as numpy_backend
-from clipaware._backends import torch as torch_backend
 
 # JAX's programs are small and many here: less time for their compilation. Before JAX is imported.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
@@ -32,17 +30,21 @@ def _optional(name: str) -> Any:
 
 
 hypothesis = _optional("hypothesis")
-array_api_strict, cupy, jax, tf = map(_optional, ("array_api_strict", "cupy", "jax", "tensorflow"))
+array_api_strict, cupy, jax, tf, torch = map(_optional, ("array_api_strict", "cupy", "jax", "tensorflow", "torch"))
 dask, dask_array = map(_optional, ("dask", "dask.array"))
 MODULES = {"array-api-strict": array_api_strict, "cupy": cupy, "dask": dask, "jax": jax, "tensorflow": tf}
-jax_backend, tensorflow_backend = map(_optional, ("clipaware._backends.jax", "clipaware._backends.tensorflow"))
+MODULES |= {"torch": torch, "cuda": torch}
+jax_backend, tensorflow_backend, torch_backend = (
+    _optional(f"clipaware._backends.{name}") for name in ("jax", "tensorflow", "torch")
+)
 
 triton_kernels = _optional("clipaware._kernels.triton")
 
 if hypothesis is not None:
     hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=60)
     hypothesis.settings.load_profile("default")
-torch.set_num_threads(1)  # the tests themselves run side by side
+if torch is not None:
+    torch.set_num_threads(1)  # the tests themselves run side by side
 if jax is not None:
     jax.config.update("jax_enable_x64", True)  # without, there is test_jax.py
 
@@ -105,7 +107,7 @@ def _torch_gradients(x: Any, delta: Any, eps: Any, lower: Any, upper: Any, g: An
 
 
 # Where the GPU's kernels run: on a GPU, or one program after another in Triton's interpreter.
-GPU = "cuda" if torch.cuda.is_available() else "cpu"
+GPU = "cuda" if torch is not None and torch.cuda.is_available() else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
 import clipaware as ca
+from clipaware._backends import numpy as numpy_backend
 from clipaware.reference import directions, sort_rescale
 from oracle import mp_gradients
 
@@ -44,6 +44,7 @@ def test_against_finite_differences(be, p, kind):
 
 @pytest.mark.parametrize("p", [1, 1.5, 2, 3, 10])
 def test_against_autodiff_through_the_sort(be, p):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     *arguments, g = problem(p, rows=5, n=40)
     inputs = [torch.tensor(a, requires_grad=True) for a in arguments]
     x, delta, eps, lower, upper = inputs
@@ -129,6 +130,23 @@ def test_large_and_small_scales(be):
         np.testing.assert_allclose(found[1] * scale, reference[1], rtol=1e-9, atol=1e-14)
         for i in (0, 2, 3, 4):
             np.testing.assert_allclose(found[i], reference[i], rtol=1e-9, atol=1e-12)
+
+
+def test_eps_zero_and_a_large_order():
+    """What has no room does not count, however large it is: compiled kernels take powers of the others alone."""
+    if numpy_backend.kernels() is None:
+        pytest.skip("Numba is not installed")
+    x, delta, g = np.array([-1.0, -3.0]), np.array([-1.0, -4.0]), np.array([0.5, 2.0])
+    _, _, eps_bar, _, _ = ca.perturb_vjp(x, delta, 0.0, g, p=2000, bounds=(-3, -1))
+    np.testing.assert_allclose(eps_bar, -0.5)
+
+
+def test_no_elements(be):
+    empty, eps = np.zeros((3, 0)), np.ones((3, 1))
+    found = be.gradients(empty, empty, eps, np.zeros((3, 0)), np.ones((3, 0)), empty)
+    for bar, like in zip(found, (empty, empty, eps, empty, empty), strict=True):
+        assert np.shape(bar) == like.shape
+        assert not np.any(bar)
 
 
 def test_long_rows_and_many_rows(be):

@@ -109,6 +109,20 @@ def test_a_long_row_in_parts_is_the_same_row(n, p, dtype, monkeypatch, restored_
     np.testing.assert_allclose(reached[0], kernels.reach(x[:1], delta[:1], *bounds, float(p))[0], rtol=1e-6)
 
 
+def test_gradients_of_several_groups(monkeypatch):
+    """Of halves, which are converted some rows at a time."""
+    rng = np.random.default_rng(0)
+    x, delta, g = (a.astype(np.float16) for a in (rng.random((6, 50)), *rng.standard_normal((2, 6, 50))))
+    problem = x, delta, np.full((6, 1), 0.8), np.zeros((1, 1), np.float16), np.ones((1, 1), np.float16), 2.0
+    _, eta, status = kernels.solve(*problem)[:3]
+    given = *problem, eta, status, g, np.arange(6.0)[:, None], (True, True, True)
+    whole = kernels.vjp(*given)
+    monkeypatch.setattr(kernels, "GROUP", 100)
+    for mine, expected in zip(kernels.vjp(*given), whole, strict=True):
+        if expected is not None:
+            np.testing.assert_array_equal(mine, expected)
+
+
 @njit
 def powers(z, p, out):
     for i in range(z.size):

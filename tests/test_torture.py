@@ -10,8 +10,9 @@ import pytest
 import clipaware as ca
 from torture.__main__ import main
 from torture.backends import LOADERS, load
-from torture.cases import Batch, Profile, call_of, corpus, from_json, make, to_json
+from torture.cases import Batch, Look, Profile, call_of, corpus, from_json, make, to_json
 from torture.check import check
+from torture.gradients import NAMES
 from torture.oracle import Truth, norm, rounded
 from torture.shrink import as_test, shrunk
 
@@ -38,9 +39,13 @@ def test_corpus(backend, path):
 
 
 def test_a_short_run(backend):
-    for index in range(SHORT.get(backend.name, 60)):
+    gradients, most = 0, SHORT.get(backend.name, 60)
+    for index in range(most):
         batch = make(1, index, replace(backend.profile, longest=2000))
-        assert not check(backend, batch, thorough=False, part=index).failures, f"batch {index}"
+        out = check(backend, batch, thorough=False, part=2 * index + 1 if backend.profile.few else index)
+        assert not out.failures, f"batch {index}"
+        gradients += out.gradients
+    assert gradients > (100 if most == 60 else 5)
 
 
 def test_a_batch_follows_from_its_number():
@@ -124,6 +129,112 @@ def test_a_wrong_number_is_caught(monkeypatch, name):
     right = getattr(ca, name)
     monkeypatch.setattr(ca, name, lambda *args, **options: right(*args, **options) * (1 + 1e-12))
     assert check(load("numpy"), small()).failures
+
+
+def broken(which, fault):
+    """perturb_vjp with one of its gradients wrong."""
+    right = ca.perturb_vjp
+
+    def wrong(*args, **options):
+        bars = list(right(*args, **options))
+        bars[which] = fault(np.array(bars[which]))
+        return tuple(bars)
+
+    return wrong
+
+
+def scaled(bar):
+    return bar * (1 + 1e-6)
+
+
+def other_sign(bar):
+    bar.reshape(-1)[np.argmax(np.abs(bar))] *= -1
+    return bar
+
+
+def one_missing(bar):
+    bar.reshape(-1)[np.argmax(np.abs(bar))] = 0
+    return bar
+
+
+def without_a_number(bar):
+    bar.reshape(-1)[-1] = np.nan
+    return bar
+
+
+@pytest.mark.parametrize("fault", [scaled, other_sign, one_missing, without_a_number])
+@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.5, np.inf])
+def test_a_wrong_gradient_is_caught(monkeypatch, p, which, fault):
+    eps = np.full(4, {1.0: 1.2, 2.0: 0.8, 3.5: 0.6, np.inf: 0.45}[p])
+    for bounds in ({}, {"lower": np.zeros((4, 6)), "upper": np.ones((4, 6))}):
+        batch = small(p=p, eps=eps, **bounds)
+        out = check(load("numpy"), batch)
+        assert not out.failures
+        assert out.gradients == out.pulled == 4
+        with monkeypatch.context() as patch:
+            patch.setattr(ca, "perturb_vjp", broken(which, fault))
+            kinds = {kind for _, kind, _ in check(load("numpy"), batch).failures}
+        assert kinds == {f"gradient of {NAMES[which]}"}
+
+
+def test_a_missing_term_is_caught(monkeypatch):
+    """The scale taken for a constant: g where v moves with delta."""
+    right = ca.perturb_vjp
+
+    def without(x, delta, eps, g, **options):
+        x_bar, delta_bar, *others = right(x, delta, eps, g, **options)
+        return x_bar, np.where(delta_bar != 0, ca.rescale(x, delta, eps, **options) * g, 0.0), *others
+
+    monkeypatch.setattr(ca, "perturb_vjp", without)
+    assert {kind for _, kind, _ in check(load("numpy"), small()).failures} == {"gradient of delta"}
+
+
+def test_a_wrong_backward_pass_is_caught():
+    backend = load("torch")
+    batch = small(look=Look(own=True))
+    assert check(backend, batch).gradients == 8
+
+    def pull(*args):
+        bars = backend.pull(*args)
+        return [bars[0], bars[1] * (1 + 1e-6), *bars[2:]]
+
+    failures = check(replace(backend, pull=pull), batch).failures
+    assert {kind for _, kind, _ in failures} == {"gradient of delta"}
+    assert all("autodiff" in message for _, _, message in failures)
+
+
+def test_kinks_have_two_gradients(monkeypatch):
+    """Elements of the same kind next to their kinks count together; of different kinds, nothing is compared."""
+    x, delta = np.full((1, 4), 0.5), np.array([[1.0, 1.0, 0.5, 0.25]])
+    at_kink = {"eps": np.array([np.sqrt(0.25 * (2 + 0.25 + 0.0625))]), "x": x}
+    out = check(load("numpy"), small(delta=delta, **at_kink))
+    assert not out.failures
+    assert out.gradients == 1
+    other = {"x": np.array([[0.5, 0.5, 0.75, 0.5]]), "eps": np.array([np.sqrt(0.5 + 0.25**2 + 0.125**2)])}
+    out = check(load("numpy"), small(delta=delta, **other))
+    assert not out.failures
+    assert (out.gradients, out.pulled) == (0, 1)
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_a_wrong_error_is_caught(monkeypatch, far):
+    right = ca.perturb
+
+    def wrong(*args, unreachable, **options):
+        if unreachable == "raise" and not far:
+            raise ca.UnreachableError(np.array([0]), np.array([0.0]), np.array([0.4]))
+        return right(*args, unreachable="maximize", **options)
+
+    batch = small(eps=np.full(4, 9.0 if far else 0.4))
+    assert not check(load("numpy"), batch).failures
+    monkeypatch.setattr(ca, "perturb", wrong)
+    assert {kind for _, kind, _ in check(load("numpy"), batch).failures} == {"raise"}
+
+
+def test_many_passes_are_caught(monkeypatch):
+    monkeypatch.setattr("torture.check.MOST_PASSES", 1)
+    assert {kind for _, kind, _ in check(load("numpy"), small()).failures} == {"passes"}
 
 
 def test_changed_inputs_are_caught(monkeypatch):

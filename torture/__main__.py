@@ -40,15 +40,17 @@ def table(results: dict[str, Tallies], seed: int) -> str:
     lines = [
         f"seed {seed}",
         "",
-        "| backend | dtype | cases | wrong | worst norm error | passes, worst | mean | slowest batch |",
-        "|---|---|---|---|---|---|---|---|",
+        "| backend | dtype | cases | wrong | worst norm error | gradients | passes, worst | mean | slowest batch |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, tallies in results.items():
         for dtype, tally in sorted(tallies.items()):
             mean = f"{tally.passes / tally.solved:.2f}" if tally.solved else ""
             most = str(tally.most_passes) if tally.solved else ""
             slowest = f"{tally.slowest:.2f} s (batch {tally.slowest_index})"
-            cells = [name, dtype, f"{tally.cases:,}", str(tally.wrong), f"{tally.error:.1e}", most, mean, slowest]
+            pulled = f"{tally.gradients:,} of {tally.pulled:,}"
+            counts = [name, dtype, f"{tally.cases:,}", str(tally.wrong), f"{tally.error:.1e}", pulled]
+            cells = [*counts, most, mean, slowest]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

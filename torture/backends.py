@@ -31,6 +31,8 @@ class Backend:
     enter: Callable[[], Any] = ExitStack
     counts: bool = False  # whether passes can be counted
     slack: float = 2.0**-46  # of eps, by which at_most may stay below it
+    pull: Callable[..., Any] | None = None  # of a function, its arguments and a cotangent, gradients; None of constants
+    flushes: bool = False  # whether that takes subnormal numbers for 0
 
 
 @contextmanager
@@ -71,23 +73,32 @@ def _torch_fetched(torch: Any, a: Any) -> Array:
     return a.numpy()
 
 
+def _torch_pulled(torch: Any, function: Callable[..., Any], arguments: Any, g: Any) -> list[Any]:
+    arguments = [a.detach().requires_grad_() if isinstance(a, torch.Tensor) else a for a in arguments]
+    leaves = [a for a in arguments if isinstance(a, torch.Tensor)]
+    bars = iter(torch.autograd.grad(function(*arguments), leaves, g))
+    return [next(bars) if isinstance(a, torch.Tensor) else None for a in arguments]
+
+
 def _torch(name: str = "torch", device: str = "cpu", **options: Any) -> Backend:
     (torch,) = needs("torch")
-    make = partial(_torch_made, torch, device)
+    make, pull = partial(_torch_made, torch, device), partial(_torch_pulled, torch)
 
-    return Backend(name, make, partial(_torch_fetched, torch), **options)
+    return Backend(name, make, partial(_torch_fetched, torch), pull=pull, **options)
 
 
 def _torch_operations() -> Backend:
     enter = partial(patched, "clipaware._backends.torch", _numpy_can=lambda x: False)
-    return _torch("torch-operations", enter=enter, counts=True)
+    return _torch("torch-operations", enter=enter, counts=True, alone=False)  # sums depend on the shape
 
 
 def _cuda() -> Backend:
     (torch,) = needs("torch")
     if not torch.cuda.is_available():
         raise ImportError("PyTorch finds no GPU")
-    return _torch("cuda", "cuda", alone=False, profile=Profile(most_rows=256, few_orders=True))
+    # Code for an order, a dtype and a shape takes long to make, and is used for many rows then.
+    profile = Profile(subnormal64=False, least_rows=128, most_rows=256, few_orders=True)
+    return _torch("cuda", "cuda", alone=False, profile=profile)
 
 
 def _triton() -> Backend:
@@ -107,7 +118,7 @@ def _triton() -> Backend:
         return stack
 
     # Its rounding to bfloat16 is not a GPU's.
-    profile = Profile(("float16", "float32", "float64"), longest=2000, most_rows=8)
+    profile = Profile(("float16", "float32", "float64"), subnormal64=False, longest=2000, most_rows=8)
     return _torch("triton", enter=enter, alone=False, profile=profile)
 
 
@@ -117,6 +128,17 @@ def _jax(name: str = "jax", x64: bool = True, **options: Any) -> Backend:
     def make(a: Array) -> Any:
         return numpy.asarray(np.array(a))
 
+    def pull(function: Callable[..., Any], arguments: Any, g: Any) -> list[Any]:
+        which = [i for i, a in enumerate(arguments) if isinstance(a, jax.Array)]
+
+        def of_arrays(*arrays: Any) -> Any:
+            given = dict(zip(which, arrays, strict=True))
+            return function(*(given.get(i, a) for i, a in enumerate(arguments)))
+
+        _, back = jax.vjp(of_arrays, *(arguments[i] for i in which))
+        bars = dict(zip(which, back(g), strict=True))
+        return [bars.get(i) for i in range(len(arguments))]
+
     def enter() -> Any:
         stack = ExitStack()
         stack.enter_context(jax.enable_x64(x64))
@@ -124,7 +146,7 @@ def _jax(name: str = "jax", x64: bool = True, **options: Any) -> Backend:
             stack.enter_context(patched("clipaware._backends.jax", _at_hand=lambda *arrays: False))
         return stack
 
-    return Backend(name, make, np.asarray, enter=enter, **options)
+    return Backend(name, make, np.asarray, enter=enter, pull=pull, flushes=True, **options)
 
 
 def _jax_operations() -> Backend:
@@ -144,7 +166,15 @@ def _jax32_operations() -> Backend:
 def _tensorflow(name: str = "tensorflow", **options: Any) -> Backend:
     (tf,) = needs("tensorflow")
 
-    return Backend(name, lambda a: tf.constant(np.array(a)), lambda a: a.numpy(), **options)
+    def pull(function: Callable[..., Any], arguments: Any, g: Any) -> list[Any]:
+        watched = [a for a in arguments if isinstance(a, tf.Tensor)]
+        with tf.GradientTape() as tape:
+            tape.watch(watched)
+            v = function(*arguments)
+        bars = iter(tape.gradient(v, watched, g))
+        return [next(bars) if isinstance(a, tf.Tensor) else None for a in arguments]
+
+    return Backend(name, lambda a: tf.constant(np.array(a)), lambda a: a.numpy(), pull=pull, **options)
 
 
 def _tensorflow_operations() -> Backend:
@@ -156,7 +186,9 @@ def _tensorflow_operations() -> Backend:
 def _array_api() -> Backend:
     (strict,) = needs("array_api_strict")
     profile = Profile(("float32", "float64"), longest=10**6)
-    return Backend("array-api-strict", lambda a: strict.asarray(np.array(a)), np.asarray, profile, counts=True)
+    # In which order NumPy adds up a row depends on the others.
+    options: Any = {"alone": False, "counts": True}
+    return Backend("array-api-strict", lambda a: strict.asarray(np.array(a)), np.asarray, profile, **options)
 
 
 def _dask_made(array: Any, batch: bool, a: Array) -> Any:

@@ -81,7 +81,9 @@ class Profile:
     few: bool = False  # whether every shape, order and mode costs a compilation: then there are few of them
     few_orders: bool = False  # whether only orders do
     subnormal: bool = True  # whether it knows subnormal numbers
+    subnormal64: bool = True  # also in float64
     longest: int = 10**7
+    least_rows: int = 1  # of short rows
     most_rows: int = 64
     single_eps: bool = False  # whether eps is rounded to float32
 
@@ -348,7 +350,10 @@ def make(seed: int, index: int, profile: Profile) -> Batch:
     else:
         n, p = length(rng, profile.longest), float(rng.choice(SOME)) if profile.few_orders else order(rng)
         mode = str(rng.choice(MODES, p=[0.6, 0.2, 0.2]))
-        rows = int(min(profile.most_rows, max(1, 2**14 // max(n, 1)), 2.0 ** rng.uniform(0, 6.1)))
+        most = max(1, 2**14 // max(n, 1))
+        rows = int(min(profile.most_rows, most, max(profile.least_rows, 2.0 ** rng.uniform(0, 6.1))))
+    if family == "denormal" and dtype == "float64" and not profile.subnormal64:
+        family = "usual"
     x, delta, lower, upper = FAMILIES[family](rng, rows, n, dtype)
     if not profile.subnormal:
         delta = np.where(np.abs(delta) < LEAST_NORMAL[dtype], 0, delta).astype(delta.dtype)

@@ -14,6 +14,7 @@ import numpy as np
 
 import clipaware as ca
 from clipaware import _math
+from torture import gradients
 from torture.backends import Backend
 from torture.cases import Batch, call_of
 from torture.oracle import LEAST_NORMAL, MOST, TINY, ULP, L, exact, mp_solved, norm, spacing, working
@@ -22,6 +23,10 @@ Array = Any
 
 NORM = {"float64": 1e-14, "float32": 3e-7, "float16": 3e-7, "bfloat16": 3e-7}  # of the norm, beyond a step of the dtype
 STEP = 4  # working spacings of the scale within which neighbouring arrays on the ray count as one
+# Of the norm at the eta of a report: it is that of sums in the working precision, since the array is polished after it.
+ADDED = {"float64": 1e-14, "float32": 2e-6}
+FARTHEST = 1e300  # scales beyond, or scales times the largest |delta|, are not promised
+MOST_PASSES = 64
 ZONE = 32  # working spacings around the reach within which eps may count as either
 
 
@@ -34,6 +39,8 @@ class Outcome:
     errors: Array = None  # of the norm, all rows
     passes: list[int] = field(default_factory=list)
     seconds: float = 0.0
+    gradients: int = 0  # rows whose gradients were compared
+    pulled: int = 0  # of so many
 
     def expect(self, good: Array, kind: str, message: str, **values: Array) -> None:
         """A failure for every row that is not good."""
@@ -110,6 +117,11 @@ class Checker:
             warnings.filterwarnings("ignore", message=".*writ(e)?able.*")
             warnings.filterwarnings("ignore", category=DeprecationWarning)
             return function(*args, bounds=(self.lower, self.upper), **self.options, **options)
+
+    def differentiated(self, x: Any, delta: Any, eps: Any, lower: Any, upper: Any) -> Any:
+        """What a framework differentiates by itself."""
+        options: dict[str, Any] = {**self.options, **self.choice}
+        return ca.perturb(x, delta, eps, bounds=(lower, upper), **options)
 
     def rows(self, a: Any) -> Array:
         return exact(self.call.back(self.backend.fetch(a)))
@@ -275,6 +287,10 @@ class Checker:
         out.expect(done | (eta >= 0), "eta", "rescale returned a negative scale", eta=eta)
         out.expect(done | ~self.still | (eta == 0), "eta", "nothing was to move, and eta is not 0", eta=eta)
         done = done | self.still | (self.small & (eta == 0))
+        if self.backend.flushes:
+            done = done | ((eta == 0) & (t.norm_at(L(LEAST_NORMAL[dtype])) >= t.eps))
+        farthest = FARTHEST / np.maximum(t.size.max(axis=1, keepdims=True, initial=0), L(1))
+        done = done | ((eta >= farthest * (1 - L(1e-9))) & (farthest < t.last_break()) & (t.norm_at(farthest) < t.eps))
         below, above = self.around(eta, dtype)
         if mode == "at_most":
             out.expect(done | (eta <= 1), "eta", "at_most: eta exceeds 1", eta=eta)
@@ -333,8 +349,8 @@ class Checker:
         with np.errstate(all="ignore"):
             close = np.abs(found["eta"] - eta) <= spacing(eta, batch.dtype)
             # Where the norm hardly depends on the scale, they may be further apart, and their norms may not.
-            norms = [t.norm_at(found["eta"]), t.norm_at(eta)]
-            close |= np.abs(norms[0] - norms[1]) <= self.tol * norms[1]
+            here, least, most = (t.norm_at(a) for a in (found["eta"], *self.around(eta, batch.dtype)))
+            close |= (here >= least * (1 - ADDED[wide])) & (here <= most * (1 + ADDED[wide]))
         out.expect(
             close | ~np.isfinite(eta) | (np.abs(eta) < LEAST_NORMAL[batch.dtype]),
             "report",
@@ -344,7 +360,8 @@ class Checker:
         )
         with np.errstate(all="ignore"):
             off = np.abs(found["norm"] - self.size)
-            good = (off <= (ULP[wide] + 1e-14) * self.size + TINY[wide]) | np.isnan(self.size)
+            good = (off <= (ULP[wide] + 1e-14) * self.size + LEAST_NORMAL[wide]) | np.isnan(self.size)
+            good |= np.isinf(found["norm"]) & (self.size > MOST[wide])
         out.expect(good, "report", "report.norm is not the norm", found=found["norm"], norm=self.size)
         reachable = found["reachable"] != 0
         out.expect(
@@ -398,9 +415,28 @@ class Checker:
                 out.failures.append((0, "inputs", "x or delta were changed"))
             if thorough or part % 8 == 2:
                 self.check_by_mpmath(scale)
+            if thorough or part % 5 == 3:
+                gradients.check(self)
+            if thorough or part % 7 == 5:
+                self.check_raised()
+            if max(out.passes, default=0) > MOST_PASSES:
+                out.failures.append((0, "passes", f"it took {max(out.passes)} passes"))
         except Exception as error:
             out.failures.append((0, f"raised {type(error).__name__}", f"{type(error).__name__}: {error}"))
         return out
+
+    def check_raised(self) -> None:
+        """An error if and only if some row is out of reach."""
+        t, batch = self.truth, self.batch
+        missed = (self.beyond | (t.zero & (t.eps > 0))) & (batch.mode != "at_most") & (batch.n > 0)
+        fine = self.within | (t.eps == 0) | (batch.mode == "at_most")
+        try:
+            choice = {"mode": batch.mode, "unreachable": "raise"}
+            self.backend.fetch(self.run(ca.perturb, self.x, self.delta, self.eps, **choice))
+            self.out.expect(~missed, "raise", "no error, and eps is out of reach", eps=t.eps, reach=t.reach)
+        except ca.UnreachableError as error:
+            if fine.all():
+                self.out.failures.append((0, "raise", f"an error, and eps is within reach: {error}"))
 
     def check_alone(self, got: Array, row: int) -> None:
         """A row by itself: the same bits."""
@@ -414,9 +450,14 @@ class Checker:
     def check_by_mpmath(self, eta: Array) -> None:
         """One short row, by other means."""
         t, batch = self.truth, self.batch
-        if batch.n == 0 or batch.n > 64 or batch.mode != "equal" or not (self.within & ~self.still).any():
+        if (
+            batch.n == 0
+            or batch.n > 64
+            or batch.mode != "equal"
+            or not (here := self.within & ~self.still & ~self.small).any()
+        ):
             return
-        row = int(np.flatnonzero(self.within & ~self.still)[0])
+        row = int(np.flatnonzero(here)[0])
         low, high = (np.broadcast_to(np.asarray(b, np.float64), batch.x.shape)[row] for b in (batch.lower, batch.upper))
         solved, reach = mp_solved(batch.x[row], batch.delta[row], low, high, float(batch.eps[row]), batch.p)
         mine = t.reach[row, 0]
@@ -427,10 +468,10 @@ class Checker:
             self.out.failures.append((row, "oracle", f"at mpmath's scale the oracle's norm is {norm_at}"))
         below, above = self.around(eta, batch.dtype)
         value = _wide(solved)
-        # How far a scale may be off, by the share of the norm that still grows there.
-        grows = t.norm_at(value * (1 + L(1e-6)))[row, 0] / t.eps[row, 0] - 1
-        slack = self.tol / max(float(grows) / 1e-6, 1e-12)
-        if not below[row, 0] * (1 - slack) <= value <= above[row, 0] * (1 + slack):
+        # Where the norm hardly grows, the scale may be another.
+        norms = (t.norm_at(a)[row, 0] for a in (below, eta, above))
+        flat = any(abs(a - t.eps[row, 0]) <= self.tol * t.eps[row, 0] for a in norms)
+        if not (below[row, 0] * (1 - self.tol) <= value <= above[row, 0] * (1 + self.tol) or flat):
             self.out.failures.append((row, "mpmath", f"eta is {eta[row, 0]}, mpmath's {solved}"))
 
 

@@ -175,9 +175,10 @@ def mp_solved(
         for _, _, d in reversed(moving):
             slopes.append(slopes[-1] + d**order)
         missing = target**order
+        start = mp.mpf(0)
         for (end, s, _), slope in zip(moving, reversed(slopes), strict=False):
-            eta = (missing / slope) ** (1 / order)
+            eta = max((missing / slope) ** (1 / order), start)
             if eta <= end:
                 return eta, reach
-            missing -= s**order
+            missing, start = missing - s**order, end
         return moving[-1][0], reach

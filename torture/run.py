@@ -29,12 +29,16 @@ class Tally:
     solved: int = 0
     slowest: float = 0.0
     slowest_index: int = -1
+    gradients: int = 0  # rows whose gradients were compared
+    pulled: int = 0  # of so many
 
     def add(self, other: Tally) -> None:
         self.cases += other.cases
         self.wrong += other.wrong
         self.solved += other.solved
         self.passes += other.passes
+        self.gradients += other.gradients
+        self.pulled += other.pulled
         self.error, self.most_passes = max(self.error, other.error), max(self.most_passes, other.most_passes)
         if other.slowest > self.slowest:
             self.slowest, self.slowest_index = other.slowest, other.slowest_index
@@ -63,6 +67,8 @@ def tried(backend: Backend, seed: int, indices: range) -> tuple[Tallies, list[Fa
             len(out.passes),
             seconds,
             index,
+            out.gradients,
+            out.pulled,
         )
         tallies.setdefault(batch.dtype, Tally()).add(mine)
         seen: set[str] = set()

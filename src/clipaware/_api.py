@@ -35,6 +35,13 @@ class _Problem(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]  # in which eps and the bounds came
     span: dict[str, int]  # for a backend to which all axes go: how many are a sample's
 
+    # Not slices: older PyTorch does not compile those of a named tuple, nor its _replace.
+    def inputs(self) -> tuple[Any, ...]:
+        return self.x, self.delta, self.eps, self.lower, self.upper, self.p
+
+    def of_reach(self) -> tuple[Any, ...]:
+        return self.x, self.delta, self.lower, self.upper, self.p
+
     def rows(self, a: Array) -> Array:
         """From x's shape to (rows, n)."""
         return _to_rows(self.be, a, self.order, self.be.shape(self.x))
@@ -224,7 +231,7 @@ def _solve(problem: _Problem, mode: str, unreachable: str, write: bool) -> tuple
     _check.option(mode, _check.MODES, "mode")
     _check.option(unreachable, _check.UNREACHABLE, "unreachable")
     be = problem.be
-    v, eta, status = be.solve(*problem[1:7], mode, write, **problem.span)
+    v, eta, status = be.solve(*problem.inputs(), mode, write, **problem.span)
     if unreachable == "maximize" or mode == "at_most":
         return v, eta, status
     missed = _missed(problem, status)
@@ -232,7 +239,7 @@ def _solve(problem: _Problem, mode: str, unreachable: str, write: bool) -> tuple
         return be.where(missed, math.nan, v) if write else v, be.where(missed, math.nan, eta), status
     rows = be.true_rows(missed)
     if len(rows):
-        reached = be.fetch(be.reach(*problem[1:3], *problem[4:7], **problem.span)).ravel()[rows]
+        reached = be.fetch(be.reach(*problem.of_reach(), **problem.span)).ravel()[rows]
         asked = np.broadcast_to(be.fetch(problem.eps), missed.shape).ravel()[rows]
         raise _check.UnreachableError(rows, reached, asked)
     return v, eta, status
@@ -268,7 +275,7 @@ def reach(x: ArrayT, delta: ArrayT, *, p: float = 2, bounds: tuple[Any, Any] = (
 
 
 def _reach(problem: _Problem) -> Array:
-    found = problem.be.reach(*problem[1:3], *problem[4:7], **problem.span)
+    found = problem.be.reach(*problem.of_reach(), **problem.span)
     return problem.be.reshape(problem.be.result(found, problem.x), problem.kept)
 
 
@@ -311,9 +318,10 @@ def report(
 
 def _report(problem: _Problem, mode: str, unreachable: str) -> Report:
     be = problem.be
-    v, eta, status = _solve(problem, mode, unreachable, write=True)
-    norm, naive_norm, clipped = be.summary(*problem[1:7], v, **problem.span)
-    reached = be.reach(*problem[1:3], *problem[4:7], **problem.span)
+    v, _, status = _solve(problem, mode, unreachable, write=True)
+    _, eta, _ = _solve(problem, mode, unreachable, write=False)  # more exactly: the array is polished anyway
+    norm, naive_norm, clipped = be.summary(*problem.inputs(), v, **problem.span)
+    reached = be.reach(*problem.of_reach(), **problem.span)
     per_sample = be.where(status == status, problem.eps, eta)  # one for all samples becomes one for each
     found = [be.result(a, problem.x) for a in (per_sample, eta, norm, naive_norm, reached, clipped)]
     return Report(*(be.reshape(a, problem.kept) for a in (*found, ~_missed(problem, status))))
@@ -369,7 +377,7 @@ def _pull(problem: _Problem, grad: Array, mode: str, unreachable: str) -> Any:
     g = problem.rows(grad)
     if unreachable == "nan" and mode != "at_most":
         g = be.where(_missed(problem, status), 0.0, g)
-    x_bar, delta_bar, eps_bar, *bound_bars = be.vjp(*problem[1:7], eta, status, g, **problem.span)
+    x_bar, delta_bar, eps_bar, *bound_bars = be.vjp(*problem.inputs(), eta, status, g, **problem.span)
     eps_shape, *bound_shapes = problem.shapes
     eps_bar = (
         be.sum_axes(eps_bar, tuple(range(be.ndim(eps_bar)))) if eps_shape == () else be.reshape(eps_bar, eps_shape)

@@ -54,9 +54,7 @@ def array(a: Any, name: str) -> Any:
     """The backend of x."""
     be = backend_of(a)
     if be is None:
-        hint = (
-            "; convert it first, for instance with numpy.asarray" if isinstance(a, list | tuple | int | float) else ""
-        )
+        hint = "; convert it first, for instance with numpy.asarray" if isinstance(a, (list, tuple, int, float)) else ""
         frameworks = "NumPy, PyTorch, JAX, TensorFlow, CuPy, Dask, or any with __array_namespace__"
         raise TypeError(f"{name} is {described(a)}, expected an array of a supported framework ({frameworks}){hint}")
     return be
@@ -127,7 +125,7 @@ def sample_axes(axis: Any, ndim: int) -> tuple[int, ...]:
     if axis is None:
         return tuple(range(ndim))
     axes = (axis,) if isinstance(axis, numbers.Integral) else axis
-    if not isinstance(axes, tuple | list) or not all(isinstance(a, numbers.Integral) for a in axes):
+    if not isinstance(axes, (tuple, list)) or not all(isinstance(a, numbers.Integral) for a in axes):
         raise TypeError(f"axis is {axis!r}, expected 'batch', None, an int or a tuple of ints")
     for a in axes:
         if not -ndim <= a < ndim:
@@ -179,8 +177,8 @@ def eps_values(eps: Any) -> None:
 
 
 def bounds_pair(bounds: Any) -> tuple[Any, Any]:
-    if not isinstance(bounds, tuple | list) or len(bounds) != 2:
-        came = f"{len(bounds)} items" if isinstance(bounds, tuple | list) else described(bounds)
+    if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
+        came = f"{len(bounds)} items" if isinstance(bounds, (tuple, list)) else described(bounds)
         raise TypeError(f"bounds is {came}, expected a pair (lower, upper)")
     lower, upper = bounds
     lower, upper = -math.inf if lower is None else lower, math.inf if upper is None else upper

@@ -28,9 +28,8 @@ REGULAR, ZERO, AT_ZERO, UNREACHABLE, HELD = range(5)
 NEWTON_PASSES = 12  # plain Newton up to here, then every other pass halves the bracket
 MAX_PASSES = 64
 ROOMY = 1e6  # rooms up to this many units of eps can be raised to the fourth power
-POLISH_PASSES = 64
+POLISH_PASSES = 96
 HALVE_FROM = 30  # passes of a polish after which every one halves the bracket
-SAFE = 1e30  # sums of powers up to this, and down to its reciprocal, have lost nothing
 HUGE = 1e300  # more than any norm, scale or step that is worth a thought
 LOOSE = 2.0**-13  # the step at which Newton stops for float32 arrays: what is missing shows in the norm as written
 LOOSE_DOUBLE = 2.0**-20  # and for float64, where another pass would have to wait for others
@@ -355,7 +354,7 @@ class Passes:
     def largest_with_room(self) -> Array:
         """The largest |delta| among the elements that can move by eps."""
         rows, be = self.rows, self.rows.be
-        enough = self.target * (1 - 8 * rows.numerics.ulp)
+        enough = self.target * (1 - 2 * rows.numerics.ulp)
 
         def of_tile(tile: Any) -> Array:
             block = rows.load(tile)
@@ -518,8 +517,9 @@ def solve(
     """
     be, p, numerics = rows.be, rows.p, rows.numerics
     settled = numerics.settled
-    if write and (numerics is SINGLE or begin is not None):
-        settled = LOOSE if numerics is SINGLE else LOOSE_DOUBLE
+    # Not where eta decides whether delta is left alone: a short step may be followed by a long one, beyond a kink.
+    if write and (begin is not None or (numerics is SINGLE and mode == "equal")):
+        settled = (LOOSE if numerics is SINGLE else LOOSE_DOUBLE) * min(1.0, 4 / p)
     is_zero, at_zero = rows.top <= 0, rows.eps < numerics.least
     still = is_zero | at_zero
     rows = rows._replace(eps=be.where(at_zero, 1.0, rows.eps), top=be.where(is_zero, 1.0, rows.top))
@@ -536,7 +536,11 @@ def solve(
         top, C, count = be.where(short, rows.top, largest), largest * 0, 1
         T = passes.target * (passes.m_of(top) / top)
         (T,) = when(be, short, lambda T: (be.where(short, passes.ceiling(), T),), T)
-    K, m = T / passes.inv, passes.m_of(top)
+    # What is large about T goes to m, not to K, which might not be a number where their quotient is.
+    m = passes.m_of(top)
+    large = be.pow2(512 * be.minimum(T, 2.0**100), numerics) / 512
+    shift = be.maximum(be.minimum(large, m * (numerics.far / 2)), 1.0)
+    K, m = T / shift / passes.inv, m / shift
 
     held = K > m if mode == "at_most" else K < m if mode == "at_least" else K < 0
     if mode == "at_most":
@@ -557,11 +561,12 @@ def solve(
 
 def write(
     rows: Rows, solution: Solution, mode: str, store: Callable[..., Array], half: bool, slack: float = SLACK
-) -> tuple[Array, ...]:
+) -> tuple[Any, ...]:
     """Have `store` keep every block of ``v = clip(x + eta*delta)``, polished where its rounding moves the norm.
 
     ``store(columns, block, direction, k)`` keeps ``clip(x + k*direction)`` in the array's own dtype and returns what it
-    kept in the working dtype; in a trace, that is returned here too.
+    kept in the working dtype; in a trace, that is returned here too. Before it comes the solution, once more:
+    it may take a look at the norm to see what is out of reach.
     """
     be, p, numerics, status = rows.be, rows.p, rows.numerics, solution.status
     at_most = mode == "at_most"
@@ -569,7 +574,6 @@ def write(
     down = 1 / (be.pow2(eps, numerics) if p <= 4 else eps)
     # at_most is a promise in float64; elsewhere the working precision can tell whether a polish is needed.
     limit = 1 - slack if at_most else math.inf
-    # What cannot be reached ends on its bounds, however far they are and whatever the rounding of K.
     corner = status == UNREACHABLE
 
     written: list[Array] = []  # by a trace, for its one tile
@@ -579,6 +583,7 @@ def write(
         block = rows.load(tile)
         direction = times(be, block.delta, rows.pick(1 / solution.m, tile))
         K = be.minimum(K, numerics.far)  # or float32 might take it for infinite
+        # What cannot be reached ends on its bounds, however far they are and whatever the rounding of K.
         if corners := any_true(be, corner):
             direction = be.where(corner[tile[0], :], be.sign(block.delta) * numerics.far, direction)
         v = store(tile, block, direction, rows.pick(be.where(corner, 1.0, K) if corners else K, tile))
@@ -598,7 +603,12 @@ def write(
             z = times(be, difference(rows, v, x), rows.pick(down, tile))
         if p <= 4:
             return be.row_dot(z, z) if p == 2 else be.row_sum(power(be, abs(z), p)), None
-        return None if p == math.inf else be.row_sum(power(be, abs(z), p)), be.row_max(abs(z))
+        furthest = be.row_max(abs(z))
+        if p == math.inf:
+            return None, furthest
+        # In units of the largest, so that no power overflows, nor all of them vanish.
+        unit = be.where((furthest > 0) & (furthest < math.inf), furthest, 1.0)
+        return be.row_sum(power(be, abs(z) / unit, p)), furthest
 
     def norm(of_tile: Callable[[Any], tuple[Array, Array]]) -> Array:
         sums, largest = zip(*(of_tile(tile) for tile in rows.tiles), strict=True)
@@ -607,10 +617,13 @@ def write(
         furthest = be.fold("max", rows.tiles, largest, rows.top)
         if p == math.inf:
             return furthest / (eps * down)
-        # Where powers overflow or vanish, the largest element says on which side it is, and nearly how far.
-        total = be.fold("sum", rows.tiles, sums, rows.top)
-        usual = (total > 1 / SAFE) & (total < SAFE)
-        return be.where(usual, be.where(usual, total, 1.0) ** (1 / p), furthest) / (eps * down)
+        finite = (furthest > 0) & (furthest < math.inf)
+        unit = be.widen(be.where(finite, furthest, 1.0))
+        parts = [
+            u * (be.widen(z) / unit[tile[0], :]) ** p for u, z, tile in zip(sums, largest, rows.tiles, strict=True)
+        ]
+        total = be.fold("sum", rows.tiles, parts, rows.top) ** (1 / p)
+        return be.where(finite, be.widen(furthest) * total, be.widen(furthest)) / (eps * down)
 
     if not be.TRACES:
         first = norm_of(solution.K, at_most)
@@ -622,6 +635,18 @@ def write(
             be, moves, lambda _: (norm(lambda tile: powers(tile, v, rows.load(tile).x, at_most)),), rows.top * 0 + 1.0
         )
     off = abs(first - 1) > numerics.close
+    # Newton's last step may have been a short one next to a kink, with nothing to be had beyond.
+    short = (first < 1 - 4 * numerics.close) & (status == REGULAR) & (p < math.inf)
+
+    def looked_at(K: Array, status: Array) -> tuple[Array, Array]:
+        passes = Passes(rows._replace(eps=eps))
+        beyond = short & (passes.most() < passes.target * (1 - 8 * p * numerics.ulp))
+        ceiling = passes.ceiling() / passes.inv * (solution.m / passes.m)
+        return be.where(beyond, ceiling, K), be.where(beyond, UNREACHABLE, status)
+
+    K, status = when(be, short, looked_at, solution.K, status)
+    solution = solution._replace(K=K, status=status)
+    late, corner = (status == UNREACHABLE) & ~corner, status == UNREACHABLE
     moving = (status == REGULAR) & ((first < HUGE) if half else off)
     if at_most:
         # Also of what sums in float32 took for out of reach although it is not.
@@ -635,7 +660,7 @@ def write(
             stored(best, tile)
         return tuple(written)
 
-    return when(be, moving, polished, *written)
+    return solution, *when(be, moving | late, polished, *written)
 
 
 def polish(
@@ -660,13 +685,15 @@ def polish(
         lo, at_lo = be.where(above, lo, K), be.where(above, at_lo, norm)
         hi, at_hi = be.where(above, K, hi), be.where(above, norm, at_hi)
         inside = (lo >= 0) & (hi < math.inf)
-        middle = rounded(be.where(inside, lo + (hi - lo) / 2, K))
+        # Over orders of magnitude, half of them.
+        low = be.maximum(lo, rows.numerics.least)
+        halfway = be.where(hi > 4 * low, be.sqrt(low) * be.sqrt(hi), lo + (hi - lo) / 2)
+        middle = rounded(be.where(inside, halfway, K))
         secant = rounded(be.where(inside, lo + (hi - lo) * ((edge - at_lo) / be.where(inside, at_hi - at_lo, 1.0)), K))
         # Until there is a bracket: the tangent's step and a little more, further each time it was too short.
         reach = (abs(edge - norm) / solution.slope + 2 * ulp) * stride
         # Not so far that nothing times it is something.
-        outward = be.minimum(K * be.where(above, 1 - reach, 1 + reach), rows.numerics.far)
-        outward = rounded(be.maximum(outward, 0.0))
+        outward = rounded(be.minimum(be.where(above, K / (1 + reach), K * (1 + reach)), rows.numerics.far))
         between = be.where(~halving & (secant > lo) & (secant < hi), secant, middle)
         closed = inside & ((between <= lo) | (between >= hi))
         return (
@@ -678,7 +705,7 @@ def polish(
             at_hi,
             best,
             gap,
-            be.minimum(4 * stride, 2.0**60),
+            be.minimum(4 * stride * stride, 2.0**510),
             ~halving | (count >= HALVE_FROM),
             done | closed | (gap <= close + 1 - edge),
         )
@@ -723,7 +750,8 @@ def summary(rows: Rows, v: Array, n: int) -> tuple[Array, Array, Array]:
     still = (rows.top <= 0) | at_zero
     rows = rows._replace(eps=be.where(at_zero, 1.0, rows.eps), top=be.where(rows.top > 0, rows.top, 1.0))
     passes = Passes(rows)
-    K = passes.naive()[0] / passes.inv if p < math.inf else rows.eps * (passes.m / rows.top)
+    # As a product: of two quotients XLA makes one of products, which overflow.
+    K = rows.eps * (passes.naive()[0] / (rows.eps * passes.inv) if p < math.inf else passes.m / rows.top)
     K = be.where(still, 0.0, K)
 
     def norm(array: Callable[[Any, Block], Array]) -> Array:
@@ -807,7 +835,8 @@ def partials(
 ) -> Partials:
     """The sets, weights and slopes of docs/math.md at a solution eta. Differentiable itself, in eta and the block."""
     part = weighed(be, *divided(be, block, eps, eta, status, p, numerics, unit), p, numerics)
-    return part._replace(pace=sloped(be, part.pace, be.row_sum(be.where(part.free, part.w * part.direction, 0.0))))
+    pace = sloped(be, part.pace, be.row_sum(be.where(part.free, part.w * part.direction, 0.0)))
+    return Partials(part.free, part.follows, part.sign, part.direction, part.w, pace)
 
 
 def divided(
@@ -831,13 +860,17 @@ def divided(
     at_zero, regular = status == AT_ZERO, status == REGULAR
     # Where eta does not move, w counts for nothing but must be finite.
     inv = be.where(regular, 1 / be.where(regular, eps, 1.0), 0.0)
-    eta = be.where(status == UNREACHABLE, 0.0, eta)
+    # Nor is a scale infinite, which delta's may make it.
+    eta = be.where(status == UNREACHABLE, 0.0, be.where(eta == math.inf, numerics.far, eta))
     rate = eta * m * inv
-    pace = Pace(m, eta, status, be.narrow(inv, numerics), rate, rate, rate)
+    inv = be.narrow(inv, numerics)
+    pace = Pace(m, eta, status, inv, rate, rate, rate)
     parts = split(be, block, pace, numerics)
     if p == math.inf:
-        roomy = be.where(_roomy(parts, pace, numerics), be.constant(parts.d), 0.0)
-        pace = pace._replace(largest=be.row_max(roomy))
+        d = be.constant(parts.d)
+        # Not of what has a little less room, and at this eta would move further.
+        moves = _roomy(parts, pace, numerics) & (be.narrow(rate, numerics) * d <= 1 + 8 * numerics.ulp)
+        pace = Pace(m, eta, status, inv, rate, be.row_max(be.where(moves, d, 0.0)), rate)
         count = be.row_sum(be.cast_like(_active(parts, pace, numerics), parts.d))
         rate = 1 / be.where(count > 0, count, 1.0)
     else:
@@ -853,7 +886,7 @@ def divided(
             return (be.where(at_zero, limit, rate),)
 
         (rate,) = when(be, at_zero, at_limit, rate)
-    return parts, pace._replace(rate=be.narrow(rate, numerics))
+    return parts, Pace(m, eta, status, inv, be.narrow(rate, numerics), pace.largest, pace.inverse)
 
 
 def split(be: Backend, block: Block, pace: Pace, numerics: Numerics) -> Split:
@@ -862,8 +895,12 @@ def split(be: Backend, block: Block, pace: Pace, numerics: Numerics) -> Split:
     d = direction * sign
     gap = bound_ahead(be, block.delta, block.lower, block.upper) - block.x
     s = be.maximum(sign * gap, 0.0)
+    gap = be.where(sign * gap >= 0, gap, 0.0)  # rounding may have left x outside its bounds
     # An element at its kink, up to rounding, counts as unclipped.
-    free = still | ((be.narrow(pace.eta * pace.m, numerics) * d <= s * (1 + 4 * numerics.ulp)) & (s > 0))
+    # By two factors: as one, eta*m may be no float32 where its product with d is.
+    pace_of_d, more = be.minimum(pace.eta * pace.m, 2.0**100), be.maximum(pace.eta * pace.m * 2.0**-100, 1.0)
+    moved = times(be, d * be.narrow(pace_of_d, numerics), be.narrow(more, numerics))
+    free = still | ((moved <= s * (1 + 4 * numerics.ulp)) & (s > 0))
     return Split(be.where(pace.status == UNREACHABLE, still, free), still, sign, direction, d, gap, s)
 
 
@@ -902,7 +939,8 @@ def weighed(be: Backend, parts: Split, pace: Pace, p: float, numerics: Numerics)
 def sloped(be: Backend, pace: Pace, D: Array) -> Pace:
     """With D/m, the sum of w*direction over U."""
     moves = ((pace.status == REGULAR) | (pace.status == AT_ZERO)) & (D > 0)
-    return pace._replace(inverse=be.where(moves, 1 / be.where(moves, D, 1.0), 0.0))
+    inverse = be.where(moves, 1 / be.where(moves, D, 1.0), 0.0)
+    return Pace(pace.m, pace.eta, pace.status, pace.inv, pace.rate, pace.largest, inverse)
 
 
 def vjp(be: Backend, part: Partials, g: Array, h: Array, numerics: Numerics) -> tuple[Array, Array, Array, Array]:
@@ -915,9 +953,11 @@ def pulled(
 ) -> tuple[Array, Array, Array, Array]:
     """The same, with the sum of g*direction over U."""
     lam = (h / part.pace.m + along) * part.pace.inverse
-    pull = be.narrow(lam, numerics) * part.w
+    # Where all w have nearly vanished it may be too large a number, and infinity times 0 is none.
+    pull = be.narrow(be.minimum(be.maximum(lam, -numerics.far), numerics.far), numerics) * part.w
     x_bar = be.where(part.follows, g, pull)
-    delta_bar = be.where(part.free, be.narrow(part.pace.eta, numerics) * (g - pull), 0.0)
+    eta = be.narrow(be.minimum(part.pace.eta, numerics.far), numerics)
+    delta_bar = be.where(part.free, eta * (g - pull), 0.0)
     c_bar = be.where(part.follows, 0.0, g - pull)
     return x_bar, delta_bar, c_bar, lam
 

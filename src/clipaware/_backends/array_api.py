@@ -343,7 +343,6 @@ def solve(
     with np.errstate(all="ignore"):
         for _, group, blank in _groups(x, delta, eps, lower, upper, p):
             found = _math.solve(group, n, mode, write)
-            v, eta = None, found.K / found.m
             pieces: dict[int, Array] = {}
 
             def store(tile: Any, block: Block, direction: Array, k: Array, pieces: dict[int, Array] = pieces) -> Array:
@@ -352,8 +351,8 @@ def solve(
                 return _cast(kept, v.dtype)
 
             if write:
-                _math.write(group, found, mode, store, half)
-                v = _joined(pieces.values(), axis=1)
+                (found,) = _math.write(group, found, mode, store, half)
+            v, eta = _joined(pieces.values(), axis=1) if write else None, found.K / found.m
             if blank is not None:
                 eta = where(blank, math.nan, eta)
                 v = where(blank, math.nan, v) if write else None

@@ -227,11 +227,13 @@ def _quiet(function: Callable[..., Array], *blocks: Array, **settings: Any) -> A
         return function(*blocks, **settings)
 
 
-def _map(function: Callable[..., Array], problem: _Problem, *more: Array, width: int = 0, **settings: Any) -> Array:
+def _map(
+    function: Callable[..., Array], problem: _Problem, *more: Array, width: int = 0, dtype: Any = None, **settings: Any
+) -> Array:
     """`function` of every block of the problem and of `more`: an array like x, or with a width so many numbers per
     sample and block of it."""
     arrays, x = (*problem.arrays, *more), problem.x
-    dtype = np.dtype(np.float64) if width else x.dtype
+    dtype = np.dtype(np.float64) if width else dtype or x.dtype
     lengths = dict.fromkeys(problem.sample, 1) if width else None
     settings = {"sample": problem.sample, **settings}
     return _blockwise(function, arrays, x.ndim, dtype, width, adjust_chunks=lengths, settings=settings)
@@ -326,10 +328,11 @@ def _swept(
 
 
 def _look(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, *, sample: Any, p: float, measure: bool
+    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, *, sample: Any, p: float, mode: str, write: bool
 ) -> Array:
     arrays = _in_rows(sample, x, delta, eps, lower, upper)
-    function = partial(_rounds.look, p=p, numerics=_numerics(x), measure=measure)
+    ulp = quantize.spacing(str(x.dtype))
+    function = partial(_rounds.look, p=p, numerics=_numerics(x), ulp=ulp, mode=mode, write=write)
     found = _swept(function, partial(_rounds.merged_looks, p=p), arrays, [], len(_rounds.Look._fields))
     return _kept(found, sample, x)
 
@@ -368,19 +371,19 @@ def _width(bins: int, tries: int) -> int:
 
 def _merged_parts(a: Array, axis: Any, p: float, tries: int) -> Array:
     size = a.shape[-1] - tries
-    tally, powers = _rounds.merged_tallies(a[..., :size], axis), _rounds.merged_powers(a[..., size:], axis, p)
-    return np.concatenate([tally, powers], axis=-1)
+    tally, norms = _rounds.merged_tallies(a[..., :size], axis), _rounds.merged_norms(a[..., size:], axis, p)
+    return np.concatenate([tally, norms], axis=-1)
 
 
-def _advanced(state: Array, found: Array, eps: Array, p: float, bins: int, tries: int, mode: str) -> Array:
+def _advanced(state: Array, found: Array, p: float, bins: int, tries: int, mode: str) -> Array:
     """State, after a round."""
     size = found.shape[-1] - tries
-    now = _rounds.narrowed(state, found[..., :size], eps, p, bins) if bins else state
-    return _rounds.chosen(state, now, found[..., size:], p, mode) if tries else now
+    now = _rounds.narrowed(state, found[..., :size], p, bins) if bins else state
+    return _rounds.chosen(state, now, found[..., size:], mode) if tries else now
 
 
 def _write(x: Array, delta: Array, eps: Array, lower: Array, upper: Array, state: Array, *, sample: Any) -> Array:
-    arrays, state = _in_rows(sample, x, delta, lower, upper), state.reshape(-1, state.shape[-1])
+    arrays, state = _in_rows(sample, x, delta, eps, lower, upper), state.reshape(-1, state.shape[-1])
     v = np.empty(arrays[0].shape, x.dtype)
     for across, columns in _tiles(*v.shape):
         for along in columns:
@@ -404,7 +407,7 @@ def _ruled(state: Array, eps: Array, index: Array, unreachable: str) -> Array:
     missed = _is_missed(now.status, eps)
     if unreachable == "raise":
         _refuse(missed, index, now.reach, eps)
-    return _rounds.stacked(now._replace(lost=(now.lost > 0) | missed, eta=np.where(missed, math.nan, now.eta)))
+    return _rounds.stacked(now._replace(lost=(now.lost > 0) | missed, scale=np.where(missed, math.nan, now.scale)))
 
 
 def _refuse(missed: Array, index: Array, reach: Array, eps: Array) -> None:
@@ -454,7 +457,7 @@ def _scale_whole(
     one, missed = np.ones_like(eta), _is_missed(status, arrays[2])
     reach = _reach_of_rows(arrays, p) if missed.any() else one
     top = abs(arrays[1].astype(np.float64)).max(axis=1, keepdims=True, initial=0.0)
-    state = (*[one] * 8, top, status, np.isnan(eta), reach, eta, *_rounds.no_tries(eta))
+    state = (*[one] * 7, top, status, np.isnan(eta), reach, *[eta] * 5)
     return _kept(_rounds.stacked(state), sample, x)
 
 
@@ -468,23 +471,24 @@ def _solved(problem: _Problem, mode: str, write: bool) -> Array:
         return _map(_scale_whole, problem, width=width, p=p, mode=mode)
     eps = problem.eps[..., None]
     n = math.prod([x.shape[i] for i in problem.sample])
-    measure = write and mode == "at_most"
-    looks = _map(_look, problem.again(0), width=len(_rounds.Look._fields), p=p, measure=measure)
+    looks = _map(_look, problem.again(0), width=len(_rounds.Look._fields), p=p, mode=mode, write=write)
     looks = _reduced(looks, problem, _rounds.merged_looks, p=p)
     half = x.dtype.itemsize == 2
-    settings: Any = {"p": p, "n": n, "numerics": problem.numerics, "mode": mode, "measured": measure}
+    settings: Any = {"p": p, "n": n, "numerics": problem.numerics, "mode": mode, "write": write}
     state = _per_sample(_rounds.begun, width, looks, eps, ulp=quantize.spacing(str(x.dtype)), **settings)
     bins = 0 if p == math.inf else _rounds.bins_for(math.prod([max(x.chunks[i]) for i in problem.sample]))
     for number in range(ROUNDS if bins else bool(write)):
-        # Once a bracket is narrow, and where rounding matters, the array is measured as it would be written.
-        tries = _rounds.tries_for(n, half) if write and number >= bool(bins) else 0
-        if tries:
+        # Where rounding matters, the array is measured as it would be written: of long rows, once a bracket is narrow.
+        tries = _rounds.tries_for(n, half, p) if write else 0
+        if number == 0 and bins and n > _rounds.TRIED // _rounds.FEWEST:
+            tries = 0
+        if tries and bins:
             enough = 0.0 if half else problem.numerics.close / 2
             state = _per_sample(_rounds.aimed, width, state, eps, mode=mode, enough=enough)
         parts = _map(_gather, problem.again(1 + number), state, width=_width(bins, tries), p=p, bins=bins, tries=tries)
         found = _reduced(parts, problem, _merged_parts, p=p, tries=tries)
-        state = _per_sample(_advanced, width, state, found, eps, p=p, bins=bins, tries=tries, mode=mode)
-    return _per_sample(_rounds.held, width, state, mode=mode, measured=measure)
+        state = _per_sample(_advanced, width, state, found, p=p, bins=bins, tries=tries, mode=mode)
+    return _per_sample(_rounds.held, width, state, eps, mode=mode, write=write)
 
 
 def _column(state: Array, name: str) -> Array:
@@ -523,6 +527,8 @@ def perturb(
 def _perturbed(problem: _Problem, mode: str, unreachable: str) -> Array:
     if not problem.split:
         return _map(_solve_whole, problem, _index(problem), p=problem.p, mode=mode, unreachable=unreachable)
+    if mode == "at_most":
+        problem = problem._replace(eps=problem.eps * (1 - _math.SLACK))
     return _map(_write, problem.again(-1), _settled(problem, mode, unreachable, write=True))
 
 
@@ -548,7 +554,7 @@ def rescale(
 ) -> Array:
     """See clipaware.rescale."""
     problem = _problem(x, delta, eps, p, bounds, axis)
-    return _cast(_column(_settled(problem, mode, _options(mode, unreachable), write=False), "eta"), x.dtype)
+    return _cast(_column(_settled(problem, mode, _options(mode, unreachable), write=False), "scale"), x.dtype)
 
 
 def _cast(a: Array, dtype: Any) -> Array:
@@ -577,15 +583,7 @@ def _reach_of_block(x: Array, delta: Array, eps: Array, lower: Array, upper: Arr
 
 def _norms(parts: Array, problem: _Problem) -> Array:
     """Norms of samples from those of their blocks."""
-    return _reduced(parts, problem, _merged_norms, p=problem.p)
-
-
-def _merged_norms(a: Array, axis: Any, p: float) -> Array:
-    largest = a.max(axis=axis, keepdims=True)
-    if p == math.inf:
-        return largest
-    unit = np.where((largest > 0) & (largest < math.inf), largest, 1.0)
-    return np.where(largest < math.inf, unit * ((a / unit) ** p).sum(axis=axis, keepdims=True) ** (1 / p), largest)
+    return _reduced(parts, problem, _rounds.merged_norms, p=problem.p)
 
 
 def l2_clipping_aware_rescaling(x: Array, delta: Array, eps: Any, a: Any = 0.0, b: Any = 1.0) -> Array:
@@ -613,12 +611,12 @@ def report(
     v, state = _perturbed(problem, mode, unreachable), _settled(problem, mode, unreachable, write=False)
     # With what is read in the first round, and in the last.
     first, last = (problem.again(0), problem.again(-1)) if problem.split else (problem, problem)
-    length = _norms(_map(_length_of_block, first, width=1, p=problem.p), problem)
+    length = _reduced(_map(_length_of_block, first, width=2, p=problem.p), problem, _merged_lengths, p=problem.p)
     parts = _map(_summary_of_block, last, v, length, width=3, p=problem.p)
     norms = _norms(parts[..., :2], problem)
     n = math.prod([x.shape[i] for i in problem.sample])
     clipped = parts[..., 2].sum(axis=problem.sample, keepdims=True) / max(n, 1)
-    eta, status = _column(state, "eta"), _column(state, "status")
+    eta, status = _column(state, "scale"), _column(state, "status")
     out_of_reach = _is_missed(status, problem.eps)
     asked = da.where(status == status, problem.eps, eta)
     found = asked, eta, norms[..., 0], norms[..., 1], _reached(first), clipped
@@ -626,9 +624,16 @@ def report(
 
 
 def _length_of_block(x: Array, delta: Array, eps: Array, lower: Array, upper: Array, *, sample: Any, p: float) -> Array:
-    """The norm of delta."""
+    """The largest |delta|, and the norm of delta over that, which subnormal numbers would not have the digits for."""
     d = abs(_rows(delta, sample, x).astype(np.float64))
-    return _kept(_merged_norms(d, axis=(1,), p=p) if d.size else np.zeros((len(d), 1)), sample, x)
+    lengths = np.stack([d, np.ones_like(d)], axis=-1)
+    return _kept(_merged_lengths(lengths, 1, p)[:, 0] if d.size else np.zeros((len(d), 2)), sample, x)
+
+
+def _merged_lengths(a: Array, axis: Any, p: float) -> Array:
+    largest = a[..., :1].max(axis=axis, keepdims=True)
+    share = a[..., :1] / np.where(largest > 0, largest, 1.0)
+    return np.concatenate([largest, _rounds.merged_norms(a[..., 1:] * share, axis, p)], axis=-1)
 
 
 def _summary_of_block(
@@ -645,19 +650,20 @@ def _summary_of_block(
 ) -> Array:
     """The norm of v - x, that of naive scaling, and how many elements are at their bounds."""
     x_rows, delta, eps, lower, upper, v = _in_rows(sample, x, delta, eps, lower, upper, v)
-    length = length.reshape(-1, 1)
+    length = length.reshape(-1, 2)
 
     def of_tile(x: Array, delta: Array, lower: Array, upper: Array, v: Array, eps: Array, length: Array) -> Array:
         block = Block(*(a.astype(np.float64) for a in (x, delta, lower, upper)))
         kept = np.clip(block.x, block.lower, block.upper)
-        step = np.where(length > 0, block.delta / np.where(length > 0, length, 1.0) * eps, 0.0)
+        largest, rest = length[:, :1], length[:, 1:]
+        step = np.where(largest > 0, block.delta / np.where(largest > 0, largest, 1.0) / rest * eps, 0.0)
         naive = np.clip(kept + step, block.lower, block.upper)
         ahead = _math.bound_ahead(host, block.delta, block.lower, block.upper)
-        norms = [_merged_norms(abs(a - kept), axis=(1,), p=p) for a in (v.astype(np.float64), naive)]
+        norms = [_rounds.merged_norms(abs(a - kept), axis=(1,), p=p) for a in (v.astype(np.float64), naive)]
         return np.concatenate([*norms, ((v == ahead) & (delta != 0)).sum(axis=1, keepdims=True)], axis=1)
 
     def merge(a: Array, axis: Any) -> Array:
-        norms = _merged_norms(a[..., :2], axis, p)
+        norms = _rounds.merged_norms(a[..., :2], axis, p)
         return np.concatenate([norms, a[..., 2:].sum(axis=axis, keepdims=True)], axis=-1)
 
     if not x_rows.size:
@@ -707,7 +713,7 @@ def _pulled(p: float, arrays: list[Array], numbers: list[Array], ledger: Any) ->
     block = Block(*(host.narrow(a, numerics) for a in (x, delta, lower, upper)))
     block = block._replace(x=np.clip(block.x, block.lower, block.upper))
     now = _rounds.columns(_rounds.State, state)
-    parts = _math.partials(ledger, block, eps, now.eta, now.status, p, numerics)
+    parts = _math.partials(ledger, block, eps, now.scale, now.status, p, numerics)
     return _math.vjp(ledger, parts, host.narrow(g, numerics), 0.0, numerics)
 
 
@@ -763,7 +769,8 @@ def _pull_block(
     """The gradient of x, of delta, or of a bound as if it had been broadcast."""
     arrays = _in_rows(sample, x, delta, lower, upper, g)
     numbers = _numbers(eps, state, known, sample, x)
-    out = np.empty(arrays[0].shape, x.dtype)
+    # Those of a bound are summed before they are rounded to half precision.
+    out = np.empty(arrays[0].shape, x.dtype if of in ("x", "delta") else _result(x))
     for across, columns in _tiles(*out.shape):
         some = [_cut(a, across) for a in numbers]
         lost = _rounds.columns(_rounds.State, some[1]).lost > 0
@@ -810,7 +817,7 @@ def perturb_vjp(
     known: list[Array] = []
     p = problem.p
     reductions: Any = REDUCTIONS_INF if p == math.inf else REDUCTIONS
-    if p < math.inf and not isinstance(problem.eps, da.Array) and (problem.eps > 0).all():
+    if p < math.inf and not isinstance(problem.eps, da.Array) and (problem.eps >= problem.numerics.least).all():
         known, reductions = [_column(state, "top")[..., None]], REDUCTIONS[1:]  # anything: it is not looked at
     for number, kinds in enumerate(reductions):
         again = problem.again(10 + number)
@@ -818,7 +825,8 @@ def perturb_vjp(
         known.append(_reduced(parts, problem, _merged_kinds, kinds=kinds))
 
     def pulled(of: str) -> Array:
-        return _map(_pull_block, problem.again(20), g, state, *known, p=p, of=of)
+        dtype = np.dtype(x.dtype if of in ("x", "delta") else _result(x))
+        return _map(_pull_block, problem.again(20), g, state, *known, dtype=dtype, p=p, of=of)
 
     bars = [
         _unbroadcast(pulled(of), came).astype(_result(x))

@@ -134,7 +134,7 @@ def row_max(a: Array) -> Array:
     """The largest of each row; nothing here is negative."""
     half = a.shape[1] // 2
     if half < 5 * PARTS:
-        return a.max(1, keepdims=True)
+        return a.max(1, keepdims=True, initial=0)
     (one, *one_left), (two, *two_left) = _parted(a[:, :half]), _parted(a[:, half : 2 * half])
     zero = np.zeros((), a.dtype)
     most = lax.reduce((one, two), (zero, zero), lambda s, t: (lax.max(s[0], t[0]), lax.max(s[1], t[1])), (1,))
@@ -365,10 +365,13 @@ def _solved_here(
             rows, bad, sample = mesh.agreed(rows, bad, along, starts=p < math.inf)
         found = _math.solve(rows, 0, mode, write, sample and partial(_math.sample_start, *sample))
         found = found._replace(K=jnp.where(bad, jnp.nan, found.K))
-        # The status is a floating number as well: one without tangents cannot differ between devices, for JAX.
-        numbers = tuple(a.astype(wide).reshape(kept) for a in (found.K / found.m, found.status))
+
+        def numbers(found: _math.Solution) -> tuple[Array, Array]:
+            # The status is a floating number as well: one without tangents cannot differ between devices, for JAX.
+            return (found.K / found.m).astype(wide).reshape(kept), found.status.astype(wide).reshape(kept)
+
         if not write:
-            return numbers
+            return numbers(found)
 
         def store(tile: Any, block: Block, direction: Array, k: Array) -> Array:
             # XLA may round a product and a sum once, here and not there, and then what is measured is not what is
@@ -380,8 +383,8 @@ def _solved_here(
                 moved = apart(direction * k) + block.x
             return _rounded(jnp.clip(moved, block.lower, block.upper), str(x.dtype))
 
-        (v,) = _math.write(rows, found, mode, store, str(x.dtype) in HALVES, slack)
-        return v.astype(x.dtype).reshape(shape), *numbers
+        found, v = _math.write(rows, found, mode, store, str(x.dtype) in HALVES, slack)
+        return v.astype(x.dtype).reshape(shape), *numbers(found)
 
 
 @lru_cache(maxsize=256)

@@ -407,7 +407,6 @@ def solve(
     with _quick_and_quiet():
         for part, group, blank in _groups(x, delta, eps, lower, upper, p, checked=checked):
             found = _math.solve(group, n, mode, write)
-            eta[part], status[part] = found.K / found.m, found.status
 
             def store(tile: Any, block: Block, direction: Array, k: Array, part: slice = part) -> Array:
                 kept = out[part][tile[:2]]
@@ -419,7 +418,8 @@ def solve(
                 return kept.astype(v.dtype, copy=False)
 
             if write:
-                _math.write(group, found, mode, store, half)
+                (found,) = _math.write(group, found, mode, store, half)
+            eta[part], status[part] = found.K / found.m, found.status
             if blank is not None:
                 lost = np.broadcast_to(blank, eta[part].shape)[:, 0]
                 eta[part][lost] = np.nan
@@ -452,7 +452,8 @@ def summary(
     rows, n = x.shape
     found = np.zeros((3, rows, 1))
     with _quick_and_quiet():
-        for part, group, _ in _groups(x, delta, eps, lower, upper, p):
+        # Already looked at; in half precision from elsewhere, more counts as rounding than these arrays tell.
+        for part, group, _ in _groups(x, delta, eps, lower, upper, p, checked=False):
             found[:, part] = _math.summary(group, v[part], n)
     return tuple(found)
 

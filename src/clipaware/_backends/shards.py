@@ -193,7 +193,7 @@ class Shards:
             return v.to(x.dtype).to(v.dtype) if half else v
 
         if write:
-            _math.write(rows, found, mode, store, half)
+            (found,) = _math.write(rows, found, mode, store, half)
             if look.bad.any():
                 out.masked_fill_(look.bad, torch.nan)
         eta = torch.where(look.bad, torch.nan, found.K / found.m)
@@ -342,7 +342,7 @@ def _looked_at(x: Array, eps: Array, p: float, load: Any, tiles: list[Any]) -> A
         block = load(tile)
         s, here = _room(block), eps[tile[0], :]
         inv = alone.narrow(torch.where(here > 0, 1 / here, math.inf), numerics)
-        enough = (s > 0) & (s * inv >= 1 - 8 * numerics.ulp)
+        enough = (s > 0) & (s * inv >= 1 - 2 * numerics.ulp)
         return alone.row_max(torch.where(enough, abs(block.delta), 0.0))
 
     bad = most(lambda tile: alone.senseless(load(tile), x[tile[:2]]))

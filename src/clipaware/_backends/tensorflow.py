@@ -367,16 +367,15 @@ def _solved(
     group, bad = _whole((x, delta, eps, lower, upper, p))
     half = x.dtype.size == 2
     found = _math.solve(group, 0, mode, write)
-    eta = where(bad, np.nan, found.K / found.m)
     if not write:
-        return eta, found.status
+        return where(bad, np.nan, found.K / found.m), found.status
 
     def store(tile: Any, block: Block, direction: Array, k: Array) -> Array:
         v = clip(direction * k + block.x, block.lower, block.upper)
         return _rounded(v, x.dtype) if half else v
 
-    (v,) = _math.write(group, found, mode, store, half)
-    return where(bad, np.nan, tf.cast(v, x.dtype)), eta, found.status
+    found, v = _math.write(group, found, mode, store, half)
+    return where(bad, np.nan, tf.cast(v, x.dtype)), where(bad, np.nan, found.K / found.m), found.status
 
 
 def _reach(p: float, x: Array, delta: Array, lower: Array, upper: Array) -> tuple[Array]:

@@ -340,7 +340,6 @@ def _solved(
     half = x.dtype.itemsize == 2
     for part, group, blank in _groups(x, delta, eps, lower, upper, p, checked=checked):
         found = _math.solve(group, n, mode, write)
-        eta[part], status[part] = found.K / found.m, found.status
 
         def store(tile: Any, block: Block, direction: Array, k: Array, part: slice = part) -> Array:
             v = torch.clamp(direction * k + block.x, block.lower, block.upper)
@@ -348,7 +347,8 @@ def _solved(
             return v.to(x.dtype).to(v.dtype) if half else v
 
         if write:
-            _math.write(group, found, mode, store, half)
+            (found,) = _math.write(group, found, mode, store, half)
+        eta[part], status[part] = found.K / found.m, found.status
         if blank is not None:
             eta[part] = torch.where(blank, torch.nan, eta[part])
             if write:
@@ -502,8 +502,8 @@ def _backward(saved: Any, p: float, g: Any, h: Any, needs: Any) -> list[Any]:
             for bar, a, need in zip(found, saved[:5], needs[:5], strict=True)
         ]
     bars: list[Any] = [torch.zeros_like(a) if need else None for a, need in zip(saved, needs[:5], strict=False)]
-    height = max(1, (GROUP if x.device.type == "cpu" else BATCH) // x.shape[1])
-    for start in range(0, x.shape[0], height):
+    height = max(1, (GROUP if x.device.type == "cpu" else BATCH) // max(x.shape[1], 1))
+    for start in range(0, x.shape[0] if x.shape[1] else 0, height):
         part = slice(start, start + height)
 
         def take(a: Any, part: slice = part) -> Any:
@@ -562,7 +562,7 @@ def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float) -> Array
     eps = torch.ones((1, 1), dtype=_wide(x), device=x.device)
     if traced:
         block = _block(x, delta, lower, upper, _numerics(x))
-        block = block._replace(x=torch.clamp(block.x, block.lower, block.upper))
+        block = Block(torch.clamp(block.x, block.lower, block.upper), block.delta, block.lower, block.upper)
         everything = (slice(None), slice(None), 0)
         rows = Rows(_this, lambda _: block, [everything], True, eps, p, eps, _numerics(x))
         return torch.where(senseless(block, x) > 0, torch.nan, _math.reach(rows))

@@ -38,8 +38,8 @@ from clipaware._math import (
 LANE = 4096
 SAMPLE_FROM = 2**14  # rows this long solve a sample of contiguous runs first, and start there
 SAMPLE_RUNS, SAMPLE_MOST = 8, 4096
-HUGE = 1e300
-SAFE = 1e30
+HUGE, GREATEST = 1e300, float(np.finfo(np.float64).max)
+SAFE = 1e30  # sums of powers up to this, and down to its reciprocal, have lost nothing
 FAR_SINGLE, FAR_DOUBLE = 2.0**127, 2.0**1023
 LIMIT = 1 - 32 * 2.0**-52  # of the norm over eps, where it must not be more
 BAD = -1  # values of this row want looking at: something is not finite, or x not inside its bounds
@@ -64,7 +64,7 @@ STATE = np.dtype(
     [(name, np.int64) for name in ("want", "status", "count", "left", "looked", "bracketed", "polishing")]
     + [(name, np.int64) for name in ("plain", "simple", "old_simple")]
     + [(name, np.float64) for name in ("eps", "inv", "target", "most", "m", "unit", "old_m", "old_unit")]
-    + [(name, np.float64) for name in ("T", "lo", "hi", "C", "K", "slope", "down", "eta")]
+    + [(name, np.float64) for name in ("T", "lo", "hi", "C", "K", "slope", "down", "eta", "settled")]
     + [(name, np.float64) for name in ("below", "above", "at_below", "at_above", "best", "gap", "written")],
 )
 
@@ -236,9 +236,9 @@ def _look(x, delta, a, b):
 
 
 @loop
-def _naive(delta, dm, per, full, p, order):
-    """The sum of (d/unit)^p."""
-    total = dm - dm
+def _naive(delta, dm, per, full, p, order, none):
+    """The sum of (d/unit)^p, in the dtype of `none`, which is 0."""
+    total = none
     for i in range(delta.size):
         d = abs(delta[i]) * dm * per
         total = plus(total, raised(pick(d < full, d, full), p, order))
@@ -280,10 +280,11 @@ def _look_and_sums(x, delta, a, b, T, p, order):
 
 
 @loop
-def _sums(x, delta, a, b, T, dm, inv, most, per, full, p, order):
-    """A and C in any units. `per` is one over the unit of d, of which no more than `full` counts."""
+def _sums(x, delta, a, b, T, dm, inv, most, per, full, p, order, none):
+    """A and C in any units, added up in the dtype of `none`, which is 0. `per` is one over the unit of d, of which no
+    more than `full` counts."""
     zero = T - T
-    A, C = zero, zero
+    A, C = none, none
     for i in range(x.size):
         here, towards = x[i], delta[i]
         d, w = abs(towards) * dm, abs(pick(towards > 0, at(b, i), at(a, i)) - here) * inv
@@ -321,14 +322,14 @@ def _ceiling(x, delta, a, b, dm, inv, most, p, order):
 
 
 @loop
-def _largest(x, delta, a, b, inv, enough):
-    """The largest |delta| among the elements that have room, and enough of it."""
+def _largest(x, delta, a, b, inv, enough, most):
+    """The largest |delta|, of `most` at most, among the elements that have room, and enough of it."""
     zero = inv - inv
     found = bits_of(zero)
     for i in range(x.size):
         here, towards = x[i], delta[i]
-        s = abs(pick(towards > 0, at(b, i), at(a, i)) - here)
-        u = bits_of(pick((s * inv >= enough) & (s > 0), abs(towards), zero))
+        s = _ahead(here, towards, a, b, i)
+        u = bits_of(pick((s * inv >= enough) & (s > 0) & (abs(towards) <= most), abs(towards), zero))
         found = pick(found > u, found, u)
     return float_of(found)
 
@@ -438,10 +439,13 @@ def sweep(x, delta, a, b, out, s, rules, order):
         stop = min(start + LANE, x.size)
         here, along, low, high = x[start:stop], delta[start:stop], cut(a, start, stop), cut(b, start, stop)
         if want == SUMS or want == PROBE:
-            if s.plain:
+            if not rules.write:
+                # Nobody looks at the norm afterwards, and many float32, added up, are off by more than one of them.
+                A, C = _sums(here, along, low, high, T, dm, inv, most, per, full, p, order, 0.0)
+            elif s.plain:
                 A, C = _plain_sums(here, along, low, high, T, p, order)
             else:
-                A, C = _sums(here, along, low, high, T, dm, inv, most, per, full, p, order)
+                A, C = _sums(here, along, low, high, T, dm, inv, most, per, full, p, order, F(0.0))
             u, w = u + A, w + C
         elif want == WRITE or want == REWRITE:
             v = out[start:stop]
@@ -467,9 +471,10 @@ def sweep(x, delta, a, b, out, s, rules, order):
             if not (largest < np.inf and far < np.inf and outside == 0):
                 bad = 1.0
         elif want == NAIVE:
-            u += _naive(along, dm, per, full, p, order)
+            naive = (along, dm, per, full, p, order)
+            u += _naive(*naive, F(0.0)) if rules.write else _naive(*naive, 0.0)
         elif want == LARGEST:
-            u = max(u, _largest(here, along, low, high, inv, F(s.target * (1 - 8 * rules.ulp))))
+            u = max(u, _largest(here, along, low, high, inv, F(s.target * (1 - 2 * rules.ulp)), F(np.inf)))
         elif want == BIGGEST:
             u = max(u, _biggest(here, along, low, high, T, dm, inv, most))
         elif want == CEILING or want == TOP_OF_BRACKET:
@@ -513,6 +518,7 @@ def narrow(a, single):
 def begin(s, eps, roomy, rules):
     s.eps, s.status, s.count, s.polishing = eps, ZERO, 0, 0
     s.T = s.K = s.eta = 0.0
+    s.settled = rules.settled
     s.m = s.inv = s.unit = s.most = 1.0
     s.plain, s.simple, s.looked, s.bracketed = 0, 1, 0, 0
     s.want = LOOK
@@ -563,9 +569,12 @@ def advance(s, u, w, top, bad, roomy, rules):
         else:
             settle(s, 0.0, s.C, rules)
     elif want == CEILING:
-        s.T, s.C = top, w
-        close_by = rules.p < np.inf and s.C >= s.target * (1 - 8 * rules.p * rules.ulp)
-        finish(s, REGULAR if close_by else UNREACHABLE, rules)
+        close_by = rules.p < np.inf and w >= s.target * (1 - 8 * rules.p * rules.ulp)
+        if s.polishing and close_by:
+            s.want = WRITE
+        else:
+            s.T, s.C = top, w
+            finish(s, REGULAR if close_by else UNREACHABLE, rules)
     elif want == CORNER:
         # A promise is kept even where sums in float32 took for out of reach what is not.
         s.want = DONE
@@ -644,7 +653,7 @@ def settle(s, A, C, rules):
     short = A <= 0 and not over
     regular = A > 0 and not over
     root = ((target - C) / A) ** (1 / rules.p) / s.unit if regular else 0.0
-    arrived = regular and (root <= T * (1 + rules.settled) if left else abs(root - T) <= rules.settled * T)
+    arrived = regular and (root <= T * (1 + s.settled) if left else abs(root - T) <= s.settled * T)
     if over or (regular and root < T):
         s.hi = min(s.hi, T)
     if regular:
@@ -678,7 +687,10 @@ def settle(s, A, C, rules):
 @step
 def finish(s, status, rules):
     """From T to K, and from there to eta."""
-    s.K = s.T / s.inv
+    # What is large about T goes to m, not to K, which might not be a number where their quotient is.
+    large = pow2(512 * min(s.T, 2.0**100), rules.single) / 512
+    shift = max(min(large, s.m * (2.0**126 if rules.single else 2.0**1022)), 1.0)
+    s.K, s.m = s.T / shift / s.inv, s.m / shift
     s.slope = max(1 - s.C / s.target, rules.ulp)
     held = (rules.mode == _AT_MOST and s.K > s.m) or (rules.mode == _AT_LEAST and s.K < s.m)
     if held and (rules.mode == _AT_MOST or status == REGULAR):
@@ -691,7 +703,6 @@ def finish(s, status, rules):
 def written(s, total, furthest, rules):
     """Whether the array as it was written has the norm; ``_math.write`` and ``_math.polish``."""
     p, ulp, at_most = rules.p, rules.ulp, rules.mode == _AT_MOST
-    # Where powers overflow or vanish, the largest element says on which side it is, and nearly how far.
     by_sum = p < np.inf and (p <= 4 or 1 / SAFE < total < SAFE)
     norm = (total ** (1 / p) if by_sum else furthest) / (s.eps * s.down)
     limit = LIMIT if at_most else np.inf
@@ -702,11 +713,19 @@ def written(s, total, furthest, rules):
         if not (moving or (at_most and norm > limit)):
             s.want = DONE
             return
+        if norm < 1 - 4 * rules.close and s.settled > rules.tight and s.K * s.inv == s.T:
+            # Newton's last step was short, and another may not be, beyond a kink.
+            s.settled, s.left, s.lo, s.hi, s.want = rules.tight, 0, 0.0, HUGE, SUMS
+            return
         s.below, s.above, s.gap, s.best = -1.0, np.inf, HUGE, 0.0 if at_most else s.written
         s.polishing = 1
         if not at_most and rules.single:
             s.K = s.written
             return  # measured again, in float64
+    if not by_sum and p < np.inf and 0 < furthest < np.inf and s.down / furthest < HUGE:
+        # Powers have overflowed, or vanished: once more, in units of the largest move.
+        s.down = s.down / furthest
+        return
     K = s.written
     gap = abs(norm - 1) if norm <= limit else HUGE
     if gap < s.gap:
@@ -720,7 +739,11 @@ def written(s, total, furthest, rules):
     s.polishing += 1
     closed = False
     if s.below >= 0 and s.above < np.inf:
-        middle = narrow(s.below + (s.above - s.below) / 2, rules.single)
+        # Over orders of magnitude, half of them.
+        low = max(s.below, rules.least)
+        far = s.above > 4 * low
+        middle = math.sqrt(low) * math.sqrt(s.above) if far else s.below + (s.above - s.below) / 2
+        middle = narrow(middle, rules.single)
         share = (edge - s.at_below) / (s.at_above - s.at_below)
         between = (
             narrow(s.below + (s.above - s.below) * share, rules.single)
@@ -733,10 +756,12 @@ def written(s, total, furthest, rules):
         s.K = between
     else:
         # Until there is a bracket: the tangent's step and a little more, further each time it was too short.
-        stride = (abs(edge - norm) / s.slope + 2 * ulp) * 4.0 ** min(count, 30)
+        stride = (abs(edge - norm) / s.slope + 2 * ulp) * 4.0 ** (2.0 ** min(count, 8) - 1)
         # Not so far that nothing times it is something.
-        outward = min(K * (1 - stride if above else 1 + stride), FAR_SINGLE if rules.single else FAR_DOUBLE)
-        s.K = narrow(max(outward, 0.0), rules.single)
+        outward = min(K / (1 + stride) if above else K * (1 + stride), FAR_SINGLE if rules.single else FAR_DOUBLE)
+        s.K = narrow(outward, rules.single)
+        if count == 2 and not above and p < np.inf:
+            s.want = CEILING  # or is it out of reach? Newton's last step may have been short, next to a kink
     near = 1e-8 if rules.grid else rules.close / 2
     if closed or s.gap <= near + 1 - edge or s.polishing > POLISH_PASSES:
         s.K = s.best
@@ -846,10 +871,12 @@ def _ahead(x, towards, a, b, i):
 
 
 @loop
-def _top(delta):
-    found = bits_of(delta.dtype.type(0))
+def _top(x, delta, a, b):
+    """The largest |delta| of what has room."""
+    zero = delta.dtype.type(0)
+    found = bits_of(zero)
     for i in range(delta.size):
-        u = bits_of(abs(delta[i]))
+        u = bits_of(pick(_ahead(x[i], delta[i], a, b, i) > 0, abs(delta[i]), zero))
         found = pick(found > u, found, u)
     return float_of(found)
 
@@ -890,12 +917,12 @@ def _pull_x(x, delta, a, b, g, part, p, order, lam, at_zero, bar):
 
 
 @loop
-def _pull_delta(x, delta, a, b, g, part, p, order, lam, scale, bar):
-    """`scale` is eta*m."""
+def _pull_delta(x, delta, a, b, g, part, p, order, lam, scale, down, bar):
+    """`scale` times `down` is eta, which may be no number of this precision itself."""
     for i in range(x.size):
         towards = delta[i]
         free, w = sorted_out(towards, abs(towards) * part[0], _ahead(x[i], towards, a, b, i), part, p, order, x)
-        bar[i] = pick(free, scale * (g[i] - pick(towards > 0, lam, -lam) * w) * part[0], lam - lam)
+        bar[i] = pick(free, scale * (g[i] - pick(towards > 0, lam, -lam) * w) * down, lam - lam)
 
 
 @loop
@@ -924,25 +951,30 @@ def _bound_sums(x, delta, a, b, g, part, p, order, lam, at_zero):
 @step
 def _partials(x, delta, a, b, eps, eta, status, rules, order):
     """Of a row: m; 1/m, eta*m, the slack of U's test, the factors of d and s in w; for p = inf the largest d and the
-    room that it needs. As in ``_math.partials``, but m near 1/eta: what is in U has eta*|delta| <= s."""
+    room that it needs. As in ``_math.partials``, but m near eps/eta: what is in U has eta*|delta| <= eps."""
     F = x.dtype.type
     p, at_zero, still = rules.p, status == AT_ZERO, status == UNREACHABLE
     top = 0.0
     if at_zero:
         for start in range(0, x.size, LANE):
-            top = max(top, _top(delta[start : start + LANE]))
-    m = pow2(top, rules.single) if top > 0 else pow2(1 / eta, rules.single) if 0 < eta < np.inf else 1.0
+            stop = min(start + LANE, x.size)
+            low, high = cut(a, start, stop), cut(b, start, stop)
+            top = max(top, _top(x[start:stop], delta[start:stop], low, high))
+    moving = status == REGULAR and 0 < eta < np.inf
+    m = pow2(top, rules.single) if top > 0 else pow2(eps / eta, rules.single) if moving else 1.0
     inv, rate, enough = 1.0, 0.0, 0.0
     if status == REGULAR:
         inv, rate, enough = 1 / eps, eta * m / eps, 1 - 8 * rules.ulp
     elif not at_zero:
         inv, enough = 0.0, 1.0  # eta does not move: nothing is active, and w counts for nothing but must be finite
     largest = F(-1)
+    # Not of what has a little less room, and at this eta would move further.
+    furthest = eps / eta * (1 + 8 * rules.ulp) if moving else np.inf
     if p == np.inf and not still:
         for start in range(0, x.size, LANE):
             stop = min(start + LANE, x.size)
             low, high = cut(a, start, stop), cut(b, start, stop)
-            found = _largest(x[start:stop], delta[start:stop], low, high, F(inv), F(enough))
+            found = _largest(x[start:stop], delta[start:stop], low, high, F(inv), F(enough), F(furthest))
             largest = max(largest, found * F(1 / m))
     elif top > 0:
         total = 0.0
@@ -1024,6 +1056,8 @@ def pull_rows(x, delta, lower, upper, eps, eta, status, g, h, bars, bound_sums, 
         a, b = of_row(lower, i), of_row(upper, i)
         row, along, up = x[i], delta[i], g[i if g.shape[0] > 1 else 0]
         my_eps, my_eta, my_status = eps[i if eps.shape[0] > 1 else 0, 0], eta[i, 0], status[i, 0]
+        # A scale beyond all numbers: what is not clipped remains so, and nothing is NaN.
+        my_eta = GREATEST if my_eta == np.inf else my_eta
         m, part = _partials(row, along, a, b, my_eps, my_eta, my_status, rule, order)
         S, D = 0.0, 0.0
         for start in range(0, row.size, LANE):
@@ -1037,8 +1071,11 @@ def pull_rows(x, delta, lower, upper, eps, eta, status, g, h, bars, bound_sums, 
         lam = S / D if moves else 0.0
         # For p = inf w is 1 here, and one over the number of active elements in the text.
         eps_bar[i, 0] = lam * (D / part[5]) if p == np.inf and moves else lam
-        lam, at_zero = F(lam), my_status == AT_ZERO
-        scale = F(0.0 if my_status == UNREACHABLE else my_eta * m)
+        # Where all w have nearly vanished it may be too large a number, and infinity times 0 is none.
+        far = FAR_SINGLE if rule.single else FAR_DOUBLE
+        lam, at_zero = F(min(max(lam, -far), far)), my_status == AT_ZERO
+        unit = pow2(1 / my_eta, rule.single) if 0 < my_eta < np.inf else 1.0
+        scale, down = F(0.0 if my_status == UNREACHABLE else my_eta * unit), F(1 / unit)
         below, above = 0.0, 0.0
         for start in range(0, row.size, LANE):
             end = min(start + LANE, row.size)
@@ -1047,7 +1084,7 @@ def pull_rows(x, delta, lower, upper, eps, eta, status, g, h, bars, bound_sums, 
             if x_bar.size:
                 _pull_x(here, towards, low, high, pulled, part, p, order, lam, at_zero, x_bar[i, start:end])
             if delta_bar.size:
-                _pull_delta(here, towards, low, high, pulled, part, p, order, lam, scale, delta_bar[i, start:end])
+                _pull_delta(here, towards, low, high, pulled, part, p, order, lam, scale, down, delta_bar[i, start:end])
             if c_bar.size:
                 _pull_bounds(here, towards, low, high, pulled, part, p, order, lam, at_zero, c_bar[i, start:end])
             if bound_sums.size:
@@ -1381,7 +1418,7 @@ def _changes(x, delta, a, b, inv, K, dm, grid, p, order, found):
         v = _halved(here, K[0] * along, low, high, grid)
         end = _halved(here, K[last] * along, low, high, grid)
         power = raised(abs(np.float64(v) - np.float64(here)) * inv, p, order)
-        found[0] = max(found[0], power) if p == np.inf else found[0] + power
+        found[0] += power
         k = 0
         while v != end and k < last:
             # The first K beyond with another value: in longer and longer steps, and then between the last two.
@@ -1397,7 +1434,7 @@ def _changes(x, delta, a, b, inv, K, dm, grid, p, order, found):
                     right = middle
             k, v = right, _halved(here, K[right] * along, low, high, grid)
             new = raised(abs(np.float64(v) - np.float64(here)) * inv, p, order)
-            found[k] = max(found[k], new) if p == np.inf else found[k] + (new - power)
+            found[k] += new - power
             power = new
 
 
@@ -1407,10 +1444,10 @@ def measure_rows(x, delta, lower, upper, inv, K, dm, grid, p, order, found):
     here, out = np.empty(LANE, x.dtype), np.empty(LANE, x.dtype)
     for i in range(x.shape[0]):
         a, b = of_row(lower, i), of_row(upper, i)
-        if grid > 0:
-            _changes(x[i], delta[i], a, b, inv[i], K[i], dm[i], grid, p, order, found[i])
+        if grid > 0 and p <= 4:
+            _changes(x[i], delta[i], a, b, inv[i, 0], K[i], dm[i], grid, p, order, found[i])
             for k in range(1, K.shape[1]):
-                found[i, k] = max(found[i, k], found[i, k - 1]) if p == np.inf else found[i, k] + found[i, k - 1]
+                found[i, k] += found[i, k - 1]
             continue
         for left in range(0, x.shape[1], LANE):
             right = min(left + LANE, x.shape[1])
@@ -1419,6 +1456,6 @@ def measure_rows(x, delta, lower, upper, inv, K, dm, grid, p, order, found):
             for k in range(K.shape[1]):
                 _move(some, delta[i, left:right], *bounds, K[i, k], dm[i], grid, v)
                 if p == np.inf:
-                    found[i, k] = max(found[i, k], _furthest(some, v, inv[i]))
+                    found[i, k] = max(found[i, k], _furthest(some, v, inv[i, k]))
                 else:
-                    found[i, k] += _measure(some, v, inv[i], p, order)
+                    found[i, k] += _measure(some, v, inv[i, k], p, order)

@@ -52,6 +52,7 @@ CEILING = tl.constexpr(5)  # the scale at which all is clipped
 ABLE = tl.constexpr(6)  # the largest |delta| that has room for eps
 ROOM = tl.constexpr(7)  # the largest room
 FILLED = tl.constexpr(8)  # the sum of (k*room)^p
+FURTHEST = tl.constexpr(9)  # the largest move, of the array as written
 
 # What became of a long row.
 CARE = tl.constexpr(0)  # left to `_solve_rows`
@@ -139,7 +140,7 @@ def _units(eps, P: tl.constexpr, DOUBLE: tl.constexpr):
     """1/eps in the working precision, and (eps/that)^p."""
     inv = 1 / eps
     if not DOUBLE:
-        inv = tl.minimum(tl.maximum(inv, 1e-36), 1e36)
+        inv = tl.minimum(tl.maximum(inv, 2.0**-126), 2.0**126)  # normal numbers
     inv = _real(inv, DOUBLE)
     return inv, _power(eps * inv.to(tl.float64), 1 if P == INF else P, False)
 
@@ -250,14 +251,14 @@ def _tile(
         fine = (tl.abs(x) < INF) & (lower <= upper) & (lower < INF) & (upper > -INF)
         one = tl.where(fine, tl.where(size < INF, size, INF), INF)
         two = one
-    elif WHAT == NORM or WHAT == NEARLY:
+    elif WHAT == NORM or WHAT == NEARLY or WHAT == FURTHEST:
         v = _moved(elements, first, rest, corner, DTYPE)
         x = tl.minimum(tl.maximum(x, lower), upper)
-        if WHAT == NORM:
-            move = tl.abs(v.to(tl.float64) - x.to(tl.float64)) * inv
-        else:
+        if WHAT == NEARLY:
             move = tl.abs(v.to(x.dtype) - x) * inv
-        one = _power(move, 1 if P == INF else P, False)
+        else:
+            move = tl.abs(v.to(tl.float64) - x.to(tl.float64)) * inv
+        one = _power(move, 1 if P == INF or WHAT == FURTHEST else P, False)
         two = one
     elif WHAT == CEILING:
         one = tl.where(delta == 0, 0.0, _room(x, delta, lower, upper).to(tl.float64) / size.to(tl.float64))
@@ -271,7 +272,7 @@ def _tile(
     else:
         room = tl.minimum(_room(x, delta, lower, upper) * inv, 1 + 2.0**-10)
         if WHAT == ABLE:
-            one = tl.where(room + 8 * ULP >= 1, size, 0.0)
+            one = tl.where(room + 2 * ULP >= 1, size, 0.0)
             two = one
         elif WHAT == BEGIN:
             wrong = (x - x) + tl.where((lower <= upper) & (lower < INF) & (upper > -INF), 0.0, float("nan"))
@@ -302,12 +303,13 @@ def _pass(
     HOLDS: tl.constexpr,
 ):
     """Two numbers of a row, added up or maximised in float64. `k` is the scale, in the units of `inv` if for SUMS."""
-    ULP: tl.constexpr = 2.0**-52 if DOUBLE else 2.0**-23
+    ULP: tl.constexpr = 2.0**-52 if DTYPE == tl.float64 else 2.0**-23
     MAXIMUM: tl.constexpr = (
         WHAT == LOOK
         or WHAT == CEILING
         or WHAT == ABLE
         or WHAT == ROOM
+        or WHAT == FURTHEST
         or (P == INF and (WHAT == NORM or WHAT == NEARLY))
     )
     first, rest = _split(k, DOUBLE)
@@ -375,6 +377,26 @@ def _filling(most, U, C, past, last_slope, first, P: tl.constexpr):
 
 
 @triton.jit
+def _norm(
+    held, row, n, K, inv, size, corner,
+    P: tl.constexpr, WHAT: tl.constexpr, DTYPE: tl.constexpr, DOUBLE: tl.constexpr, LOW: tl.constexpr,
+    UP: tl.constexpr, BLOCK: tl.constexpr, HOLDS: tl.constexpr,
+):  # fmt: skip
+    """Of the array as it would be written, over eps; `WHAT` is how."""
+    total, _ = _pass(held, row, n, K, inv, corner, P, WHAT, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
+    norm = _root(total, P) / size
+    if P > 4 and P != INF:
+        if (total < 1e-30) | (total > 1e30):
+            # Powers have overflowed, or vanished: once more, in units of the largest move.
+            top, _ = _pass(held, row, n, K, inv, corner, P, FURTHEST, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
+            finite = (top > 0) & (top < INF)
+            closer = inv.to(tl.float64) / tl.where(finite, top, 1.0)
+            total, _ = _pass(held, row, n, K, closer, corner, P, NORM, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
+            norm = tl.where(finite, top * _root(total, P), top) / size
+    return norm
+
+
+@triton.jit
 def _polished(
     held, row, n, K, slope, inv, size, norm, limit, close, corner,
     P: tl.constexpr, DTYPE: tl.constexpr, DOUBLE: tl.constexpr, LOW: tl.constexpr, UP: tl.constexpr,
@@ -395,10 +417,11 @@ def _polished(
         lo, at_lo = tl.where(above, lo, K), tl.where(above, at_lo, norm)
         hi, at_hi = tl.where(above, K, hi), tl.where(above, norm, at_hi)
         inside = (lo >= 0) & (hi < INF)
-        middle = lo + (hi - lo) / 2
+        low = tl.maximum(lo, 1e-300)
+        middle = tl.where(hi > 4 * low, tl.sqrt(low) * tl.sqrt(hi), lo + (hi - lo) / 2)
         secant = lo + (hi - lo) * ((edge - at_lo) / tl.where(inside, at_hi - at_lo, 1.0))
         reach = (tl.abs(edge - norm) / slope + 2 * ULP) * stride
-        outward = tl.maximum(K * tl.where(above, 1 - reach, 1 + reach), 0.0)
+        outward = tl.where(above, K / (1 + reach), K * (1 + reach))
         between = tl.where((secant > lo) & (secant < hi) & ~halving, secant, middle)
         first, rest = _split(tl.where(inside, between, outward), DOUBLE)
         K = first.to(tl.float64) * rest.to(tl.float64)
@@ -408,11 +431,10 @@ def _polished(
         closed = inside & ((K <= lo) | (K >= hi))
         count += 1
         going = ~closed & (gap > close + 1 - edge) & (count < POLISH_PASSES)
-        stride = tl.minimum(4 * stride, 1e18)
+        stride = tl.minimum(4 * stride * stride, 2.0**510)
         halving = ~halving | (count > HALVE_FROM)
         if going:
-            total, _ = _pass(held, row, n, K, inv, corner, P, NORM, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
-            norm = _root(total, P) / size
+            norm = _norm(held, row, n, K, inv, size, corner, P, NORM, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
     return best
 
 
@@ -540,8 +562,8 @@ def _solve_carefully(
 ):  # fmt: skip
     """Whatever a row is like. A function of its own, so that it takes no registers from what is usual."""
     DTYPE: tl.constexpr = v.dtype.element_ty
-    ULP: tl.constexpr = 2.0**-52 if DOUBLE else 2.0**-23
-    STEADY: tl.constexpr = 2.0**-49 if DOUBLE else (2.0**-12 if WRITE else 2.0**-24)
+    ULP: tl.constexpr = 2.0**-52 if DTYPE == tl.float64 else 2.0**-23
+    STEADY: tl.constexpr = 2.0**-49 if DOUBLE else 2.0**-24
     CLOSE: tl.constexpr = 4e-15 if DOUBLE else 2e-7
     TINY: tl.constexpr = 1e-200 if DOUBLE else 1e-25
     AT_MOST: tl.constexpr = MODE == 1
@@ -592,7 +614,8 @@ def _solve_carefully(
                 else:
                     factor = _curved(least, _real(last_c / c, DOUBLE), _real(last_U / some_U, DOUBLE), P)
                 guess = c * factor.to(tl.float64)
-                guess = tl.where((guess >= lo) & (guess <= hi) & (guess < INF), guess, tl.minimum(root, hi))
+                inside = (guess >= lo) & (guess <= hi) & (guess < INF)
+                guess = tl.where(inside, guess, tl.minimum(tl.maximum(root, lo), hi))
                 arrived = fine & (tl.abs(guess - c) <= STEADY * guess)
                 astray = ~fine | ((count >= NEWTON_PASSES) & (count % 2 == 1))
                 if astray & ~arrived & (hi >= INF):
@@ -626,13 +649,9 @@ def _solve_carefully(
         if moves:
             limit = size * 0 + 1 - SLACK if AT_MOST else size * 0 + INF
             MEASURE: tl.constexpr = NORM if AT_MOST or HALF else NEARLY
-            total, _ = _pass(held, row, n, K, inv, corner, P, MEASURE, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
-            norm = _root(total, P) / size
+            norm = _norm(held, row, n, K, inv, size, corner, P, MEASURE, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
             off = code == REGULAR
             if not HALF:
-                # Near the reach steps are short long before eta is near.
-                more = tl.minimum(tl.maximum((1 - norm) / slope, -0.1), 0.1)
-                K *= tl.where(off & (slope < 0.05), 1 + more, 1.0)
                 off = off & (tl.abs(norm - 1) > CLOSE)
             if AT_MOST:
                 over = norm > limit
@@ -747,7 +766,7 @@ def _nodes(
     part = tl.program_id(0) % parts
     if tl.load(flags + index * 4) != STARTED:
         return
-    ULP: tl.constexpr = 2.0**-52 if DOUBLE else 2.0**-23
+    ULP: tl.constexpr = 2.0**-52 if x.dtype.element_ty == tl.float64 else 2.0**-23
     row = _row(x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, index)
     state += index * STATE
     inv = _real(tl.load(state + INV), DOUBLE)
@@ -766,7 +785,7 @@ def _nodes(
         here = tl.minimum(tl.maximum(here, low), high)
         room = tl.where(along < 0, here - low, high - here) * inv
         if P == INF:
-            a0 = tl.maximum(a0, tl.where(room + 8 * ULP >= 1, tl.abs(along), 0.0))
+            a0 = tl.maximum(a0, tl.where(room + 2 * ULP >= 1, tl.abs(along), 0.0))
         else:
             size = tl.abs(along) * first
             a0 += _power(tl.minimum(size * k0, room), P, True)
@@ -1185,7 +1204,11 @@ def _pull_tile(elements, g, of_eta, of_ratio, inv, code, top, P: tl.constexpr, W
     else:
         s = tl.maximum(tl.where(delta < 0, x - lower, upper - x), 0.0)
         at_zero = code == AT_ZERO
-        counts = _able(s, inv, at_zero, ULP) if P == INF else (s > 0)
+        if P == INF:
+            # Not of what has a little less room, and at this eta would move further.
+            counts = _able(s, inv, at_zero, ULP) & ((size * of_ratio[0]) * of_ratio[1] - 8 * ULP <= 1)
+        else:
+            counts = s > 0
         size = tl.where(counts, size, 0.0)
         one = (
             size.to(tl.float64) if WHAT == TOP else _power((size * of_ratio[0]) * of_ratio[1], P, False).to(tl.float64)
@@ -1238,8 +1261,8 @@ def _pull_store(
         bar = tl.where(lost, nan, tl.where(follows, g, pull))
         tl.store(x_bar + cols, bar.to(x_bar.dtype.element_ty), mask=cols < n)
     if DELTA_BAR:
-        factor = _real(tl.where(code == UNREACHABLE, 0.0, eta), DOUBLE)
-        bar = tl.where(lost, nan, tl.where(free, factor * (g - pull), 0.0))
+        still = code == UNREACHABLE
+        bar = tl.where(lost, nan, tl.where(free & ~still, ((g - pull) * of_eta[0]) * of_eta[1], 0.0))
         tl.store(delta_bar + cols, bar.to(delta_bar.dtype.element_ty), mask=cols < n)
     if C_BAR:
         bar = tl.where(lost, nan, tl.where(follows, 0.0, g - pull))
@@ -1253,7 +1276,7 @@ def _pull_scalars(eps, eps_row, eta, status, index, DOUBLE: tl.constexpr):
     some = tl.where(k == k, k, 0.0)
     inv = tl.where(regular, 1 / tl.where(regular & (e > 0), e, 1.0), 0.0)
     if not DOUBLE:
-        inv = tl.minimum(inv, 1e36)
+        inv = tl.minimum(inv, 2.0**126)
     return k, code, _split(some, DOUBLE), _split(some * inv, DOUBLE), _real(inv, DOUBLE)
 
 
@@ -1492,9 +1515,10 @@ class _Key(NamedTuple):
     low: bool  # whether that bound has a value per element
     up: bool
     rest: tuple[Any, ...]
+    double: bool  # whether it computes in float64
 
     def kinds(self) -> dict[str, Any]:
-        return {"DOUBLE": self.dtype == torch.float64, "LOW": self.low, "UP": self.up}
+        return {"DOUBLE": self.double, "LOW": self.low, "UP": self.up}
 
 
 def _problem(x: Array, delta: Array, eps: Any, lower: Any, upper: Any, *rest: Any) -> tuple[tuple[Any, ...], _Key]:
@@ -1505,17 +1529,19 @@ def _problem(x: Array, delta: Array, eps: Any, lower: Any, upper: Any, *rest: An
     upper, upper_row, up, of_upper = _operand(upper)
     steps = _rows_of(x), _rows_of(delta), lower_row, upper_row
     where = x.data_ptr() % 16 == 0, delta.data_ptr() % 16 == 0, of_eps, of_lower, of_upper
-    key = _Key(x.dtype, x.get_device(), low, up, (where, steps, eps_row, x.shape[1], *rest))
+    double = x.dtype == torch.float64
+    key = _Key(x.dtype, x.get_device(), low, up, (where, steps, eps_row, x.shape[1], *rest), double)
     return (x, delta, lower, upper, *steps, eps, eps_row, x.shape[1]), key
 
 
 def _block(n: int, key: _Key) -> dict[str, Any]:
     """How one program goes through a row: with so few registers that several of them share a processor."""
     size = triton.next_power_of_2(n) if n <= LONGEST else STREAM
-    double = key.dtype == torch.float64
-    warps = min(max(size // (512 if double else 1024), 1), 16)
-    fewer = {} if INTERPRETED or double or n > LONGEST else {"maxnreg": 128}
-    return {"BLOCK": max(size, 16), "HOLDS": n <= LONGEST, "num_warps": warps, **fewer}
+    warps = min(max(size // (512 if key.double else 1024), 1), 16)
+    fewer = {} if INTERPRETED or key.double or n > LONGEST else {"maxnreg": 128}
+    # Two elements for a thread at least. Of one alone, its product and the first sum with another thread's are fused,
+    # by each of the two in its own way, and threads that differ in the last bit of a sum part at the next branch.
+    return {"BLOCK": max(size, 64), "HOLDS": n <= LONGEST, "num_warps": warps, **fewer}
 
 
 def _tiled_block(n: int, key: _Key) -> dict[str, Any]:
@@ -1577,6 +1603,7 @@ def solve(
     if not rows * n:
         return v, eta.zero_(), status.fill_(_math.ZERO)
     given, key = _problem(x, delta, eps, lower, upper, p, mode, write)
+    key = key._replace(double=key.double or not write)  # where nobody looks at the norm afterwards
 
     def options(**more: Any) -> dict[str, Any]:
         return {"P": p, "MODE": MODES[mode], "WRITE": write, **key.kinds(), **more}
@@ -1598,7 +1625,7 @@ def solve(
         shared = state, flags, counts, partials
         sample = {"SIZE": SAMPLE, "RUN": SAMPLE_RUN, "num_warps": max(1, SAMPLE // 1024)}
         _launch(_start, rows, (*given, *shared[:3]), key, lambda: {"P": p, **key.kinds(), **sample})
-        for which in (OPENING, MIDDLE, MIDDLE) if x.dtype == torch.float64 else (OPENING,):
+        for which in (OPENING, MIDDLE, MIDDLE) if key.double else (OPENING,):
             constants = functools.partial(options, PASS=which.value, **at_nodes)
             _launch(_nodes, rows * parts, (*given, *shared, parts), (which.value, key), constants)
         constants = functools.partial(options, PASS=CLOSING.value, **at_last)
@@ -1645,7 +1672,12 @@ def vjp(
     """Gradients of x, delta, eps, and of the bound that delta points to; those of them that are needed."""
     rows, n = x.shape
     eps_bar = torch.zeros((rows, 1), dtype=torch.float64, device=x.device)
-    bars = [torch.empty((rows, n), dtype=x.dtype, device=x.device) if need else eps_bar for need in needs]
+    # What is added up afterwards is not rounded to 16 bits before.
+    dtypes = x.dtype, x.dtype, torch.float32 if x.dtype.itemsize == 2 else x.dtype
+    bars = [
+        torch.empty((rows, n), dtype=dtype, device=x.device) if need else eps_bar
+        for dtype, need in zip(dtypes, needs, strict=True)
+    ]
     if rows * n:
         g = g.resolve_neg()
         g_steps = _rows_of(g), 0 if g.shape[1] == 1 else g.stride(1)
