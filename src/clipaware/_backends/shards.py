@@ -57,7 +57,8 @@ class Shards:
         return a
 
     def fold(self, combine: str, tiles: list[Any], values: list[Array], like: Array) -> Array:
-        return self.reduced(combine, alone.fold(combine, tiles, values, like))
+        # Of a single tile it is what was handed in, which may be needed as it was.
+        return self.reduced(combine, alone.fold(combine, tiles, values, like).clone())
 
     # --- what the API asks for ----------------------------------------------------------------------------------------
 
