@@ -650,7 +650,7 @@ FAULTS = [
     Fault(
         "processes do not exchange their sums",
         "_backends/shards.py",
-        "return self.reduced(combine, alone.fold(combine, tiles, values, like))",
+        "return self.reduced(combine, alone.fold(combine, tiles, values, like).clone())",
         "return alone.fold(combine, tiles, values, like)",
         PROCESSES,
     ),
