@@ -220,6 +220,28 @@ def test_a_call_waits_for_its_threads(fails, restored_threads):
     assert len(done) == (3 if fails else 4)
 
 
+def test_a_new_number_of_threads_has_all_of_them(restored_threads):
+    """Whatever those before are still busy with."""
+    ca.set_threads(2)
+    here, begun, free = threading.current_thread(), threading.Event(), threading.Event()
+
+    def first(piece):
+        if threading.current_thread() is here:
+            assert begun.wait(60)
+            raise KeyError(piece)  # upon which the other is left alone
+        begun.set()
+        assert free.wait(60)
+
+    with pytest.raises(KeyError):
+        threads.run(first, range(2))
+    ca.set_threads(2)
+    met = threading.Barrier(2, timeout=60)
+    try:
+        threads.run(lambda piece: met.wait(), range(2))
+    finally:
+        free.set()
+
+
 def in_a_process(queue):
     x, delta = large()
     queue.put(ca.perturb(x, delta, 5.0).sum())

@@ -254,8 +254,14 @@ def test_the_command_says_what_it_found(monkeypatch, capsys, tmp_path):
     assert "| numpy | float64 |" in (tmp_path / "r.md").read_text()
     right = ca.perturb
     monkeypatch.setattr(ca, "perturb", lambda x, *args, **options: right(x, *args, **options) * 1.0000001)
-    assert main(["--cases", "30", "--backends", "numpy", "--seed", "1", "--most-failures", "1"]) == 1
-    assert "def test_" in capsys.readouterr().out
+    report = tmp_path / "wrong.md"
+    command = ["--cases", "30", "--backends", "numpy", "--seed", "1", "--most-tests", "1", "--report", str(report)]
+    assert main(command) == 1
+    out = capsys.readouterr().out
+    listed = [line[2:] for line in report.read_text().splitlines() if line.startswith("- numpy, batch")]
+    assert out.count("def test_") == 1
+    assert len(listed) > 5
+    assert all(line in out for line in listed)
 
 
 def test_truth_of_a_small_row():

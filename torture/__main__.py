@@ -1,6 +1,7 @@
 """``python -m torture --minutes N --seed S --backends numpy,torch``: hostile inputs, until something breaks.
 
-Prints a table of what was tried, of the worst errors and of the passes; exits with 1 if anything was wrong.
+Prints every failure, the first of its kind as a test, and a table of what was tried, of the worst errors and of the
+passes; exits with 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from torture.shrink import as_test, file_name, shrunk
 def told(backend: Backend, seed: int, failure: Failure, keep: bool) -> None:
     """Shrink a failure, print it as a test, and keep it."""
     index, row, kind, message = failure
-    tqdm.write(f"\n{backend.name}, seed {seed}, batch {index}, row {row}: {kind}: {message}")
     small = shrunk(backend, make(seed, index, backend.profile), row, kind)
     name = file_name(small, backend.name, kind)
     tqdm.write(as_test(small, backend.name, kind, message, name))
@@ -36,7 +36,13 @@ def told(backend: Backend, seed: int, failure: Failure, keep: bool) -> None:
         (folder / f"{name}.json").write_text(to_json(small, found=found))
 
 
-def table(results: dict[str, Tallies], seed: int) -> str:
+def line(backend: Backend, failure: Failure) -> str:
+    index, row, kind, message = failure
+    return f"{backend.name}, batch {index}, row {row}: {kind}: {message}"
+
+
+def report(results: dict[str, Tallies], seed: int, wrong: list[str]) -> str:
+    """The table, and what was wrong."""
     lines = [
         f"seed {seed}",
         "",
@@ -52,6 +58,8 @@ def table(results: dict[str, Tallies], seed: int) -> str:
             counts = [name, dtype, f"{tally.cases:,}", str(tally.wrong), f"{tally.error:.1e}", pulled]
             cells = [*counts, most, mean, slowest]
             lines.append(f"| {' | '.join(cells)} |")
+    if wrong:
+        lines += ["", *(f"- {text}" for text in wrong)]
     return "\n".join(lines) + "\n"
 
 
@@ -65,9 +73,9 @@ def main(argv: list[str] | None = None) -> int:
         "--backends", default="", help=f"comma-separated, of {', '.join(LOADERS)}; all that are installed"
     )
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--report", type=Path, help="a file for the table")
+    parser.add_argument("--report", type=Path, help="a file for the table and the failures, up to date all along")
     parser.add_argument("--keep", action="store_true", help="failures go to torture/corpus, which make test replays")
-    parser.add_argument("--most-failures", type=int, default=10, help="of a backend, after which it is left")
+    parser.add_argument("--most-tests", type=int, default=10, help="of a backend, into which failures are turned")
     args = parser.parse_args(argv)
     require_extended()
     names = [name for name in args.backends.split(",") if name] or list(LOADERS)
@@ -80,6 +88,7 @@ def main(argv: list[str] | None = None) -> int:
         except ImportError as error:
             tqdm.write(f"without {name}: {error}")
     results: dict[str, Tallies] = {}
+    wrong: list[str] = []  # a line each
     try:
         for backend in backends:
             start = time.monotonic()
@@ -93,17 +102,18 @@ def main(argv: list[str] | None = None) -> int:
                         tallies.setdefault(dtype, Tally()).add(tally)
                         bar.update(tally.cases)
                     for failure in failures:
-                        if failure[2] not in shown and len(shown) < args.most_failures:
+                        wrong.append(line(backend, failure))
+                        tqdm.write(wrong[-1])
+                        if failure[2] not in shown and len(shown) < args.most_tests:
                             shown.add(failure[2])
                             told(backend, args.seed, failure, args.keep)
+                    if args.report:
+                        args.report.write_text(report(results, args.seed, wrong))
                     cases = sum(tally.cases for tally in tallies.values())
                     enough[0] = cases >= args.cases or time.monotonic() - start > 60 * minutes
     except KeyboardInterrupt:
         tqdm.write("\nstopped")
-    text = table(results, args.seed)
-    tqdm.write(text)
-    if args.report:
-        args.report.write_text(text)
+    tqdm.write(report(results, args.seed, wrong))
     return int(any(tally.wrong for tallies in results.values() for tally in tallies.values()))
 
 

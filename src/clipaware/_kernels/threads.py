@@ -48,11 +48,12 @@ def set_threads(number: int | None) -> None:
     >>> ca.set_threads(1)
     >>> ca.set_threads(None)
     """
-    global _count, _pool
+    global _busy, _count, _pool
     if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
         raise ValueError(f"number is {number!r}, expected a positive int or None")
     with _lock:
         _count, _pool = _cores() if number is None else number, None
+        _busy = []  # that was the old pool's
 
 
 def _forget() -> None:
