@@ -98,6 +98,18 @@ def test_gradients_have_the_shape_of_their_argument(be, p):
     np.testing.assert_allclose(found[2], reference[2].sum(), rtol=1e-10)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_a_bound_adds_up_is_not_rounded_to_half_precision(be, dtype):
+    rng = np.random.default_rng(0)
+    x, delta, g = rng.random((9, 3, 400)), rng.standard_normal((9, 3, 400)), rng.standard_normal((9, 3, 400))
+    given = [be.array(a, dtype) for a in (x, delta, g, np.zeros(()), np.ones((3, 1)))]
+    x, delta, g, lower, upper = (be.numpy(a).astype(float) for a in given)
+    *_, expected_lower, expected_upper = ca.perturb_vjp(x, delta, 9.0, g, bounds=(lower, upper))
+    *_, lower_bar, upper_bar = ca.perturb_vjp(*given[:2], 9.0, given[2], bounds=tuple(given[3:]))
+    for found, expected in ((lower_bar, expected_lower), (upper_bar, expected_upper)):
+        np.testing.assert_allclose(be.numpy(found), expected, rtol=1e-5, atol=3e-5)
+
+
 @pytest.mark.parametrize("axis", [None, 1, (2, 3), (0, 1, 3), -1])
 def test_gradients_for_any_axis(be, axis):
     rng = np.random.default_rng(0)

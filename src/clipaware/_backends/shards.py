@@ -210,6 +210,8 @@ class Shards:
         found: list[Any] = [torch.zeros_like(a) if need else None for a, need in zip(problem, needs, strict=False)]
         if not x.shape[0]:
             return found
+        # Not rounded to half precision while there is more to add up.
+        found[3:] = [None if bar is None else bar.to(alone._wide(bar)) for bar in found[3:]]
         eta, status, top, largest = solution
         empty = not x.shape[1]
         x, delta, eps, lower, upper = _plain(problem)
@@ -247,8 +249,8 @@ class Shards:
             for into, bar in zip((found[0], found[1], *found[3:]), (x_bar, delta_bar, *of_bounds), strict=True):
                 if into is not None:
                     part_of = into[_of_tile(into, tile)]
-                    part_of += torch.where(lost, torch.nan, bar).sum_to_size(part_of.shape).to(part_of.dtype)
-        return found
+                    part_of += torch.where(lost, torch.nan, bar).sum_to_size(part_of.shape)
+        return [None if bar is None else bar.to(a.dtype) for bar, a in zip(found, problem, strict=True)]
 
 
 class _Solve(torch.autograd.Function):

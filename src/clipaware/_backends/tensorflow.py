@@ -402,7 +402,7 @@ def _bars(
     h: Array,
 ) -> tuple[Array, ...]:
     """Gradients of x, delta, eps, lower and upper for cotangents g of v and h of eta, each of its argument's own shape
-    and dtype; differentiable again."""
+    and dtype, but for bounds in half precision: there may be more to add up. Differentiable again."""
     numerics = _numerics(x)
     (eta,) = _attached(p, (eta,), status, x, delta, eps, lower, upper)
     block = Block(*(narrow(a, numerics) for a in (x, delta, lower, upper)))
@@ -410,8 +410,8 @@ def _bars(
     x_bar, delta_bar, c_bar, eps_bar = _math.vjp(_derivable, part, narrow(g, numerics), h, numerics)
     lost = tf.math.is_nan(eta)
     found = x_bar, delta_bar, eps_bar, where(delta < 0, c_bar, 0.0), where(delta > 0, c_bar, 0.0)
-    arguments = x, delta, eps, lower, upper
-    return tuple(_summed(where(lost, np.nan, bar), a) for bar, a in zip(found, arguments, strict=True))
+    kept = (_summed(where(lost, np.nan, bar), a) for bar, a in zip(found, (x, delta, eps, lower, upper), strict=True))
+    return _typed(tuple(kept), x)
 
 
 def _summed(bar: Array, like: Array) -> Array:
@@ -420,7 +420,14 @@ def _summed(bar: Array, like: Array) -> Array:
         bar = row_sum(bar)
     if like.shape[0] == 1 and bar.shape[0] != 1:
         bar = tf.reduce_sum(widen(bar), axis=0, keepdims=True)
-    return tf.cast(bar, like.dtype)
+    return bar
+
+
+def _typed(bars: tuple[Array, ...], x: Array) -> tuple[Array, ...]:
+    """Gradients of x, delta, eps and both bounds in the dtypes that `_bars` promises."""
+    full = tf.float64 if x.dtype == tf.float64 else tf.float32
+    kinds = x.dtype, x.dtype, tf.float64, full, full
+    return tuple(tf.cast(bar, kind) for bar, kind in zip(bars, kinds, strict=True))
 
 
 def _attached(p: float, values: tuple[Array, ...], status: Array, *problem: Array) -> tuple[Array, ...]:
@@ -431,7 +438,8 @@ def _attached(p: float, values: tuple[Array, ...], status: Array, *problem: Arra
 
         def pull(*cotangents: Array) -> Any:
             g = cotangents[0] if len(values) == 2 else tf.zeros((1, 1), problem[0].dtype)
-            return *_pulled(p, *problem, values[-1], status, g, cotangents[-1]), *(None for _ in values)
+            bars = _pulled(p, *problem, values[-1], status, g, cotangents[-1])
+            return *(tf.cast(bar, a.dtype) for bar, a in zip(bars, problem, strict=True)), *(None for _ in values)
 
         return tuple(tf.identity(a) for a in values), pull
 
@@ -453,8 +461,7 @@ def _pulled(p: float, *arguments: Array) -> tuple[Array, ...]:
         x, delta, eps, lower, upper, eta, status, g, h = (host.memory(a) for a in arguments)
         bars = host.vjp(x, delta, eps, lower, upper, p, eta, status, g, h)
         eps_bar = bars[2].sum(axis=0, keepdims=True) if len(eps) == 1 else bars[2]
-        bars = *bars[:2], eps_bar, *bars[3:]
-        return tuple(tf.cast(bar, a.dtype) for bar, a in zip(bars, arguments, strict=False)), pull
+        return _typed((*bars[:2], eps_bar, *bars[3:]), arguments[0]), pull
 
     return tuple(tf.custom_gradient(function)(*arguments))
 

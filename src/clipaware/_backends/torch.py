@@ -403,8 +403,10 @@ class _Perturb(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Any, h: Any, _: Any) -> Any:
-        bars = _backward(_saved(ctx), ctx.p, g if ctx.write else None, h, ctx.needs_input_grad)
-        return *bars, None, None, None
+        saved = _saved(ctx)
+        bars = _backward(saved, ctx.p, g if ctx.write else None, h, ctx.needs_input_grad)
+        given = (None if bar is None else bar.to(a.dtype) for bar, a in zip(bars, saved, strict=False))
+        return *given, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -468,7 +470,10 @@ def _block(x: Array, delta: Array, lower: Array, upper: Array, numerics: Numeric
 
 
 def _backward(saved: Any, p: float, g: Any, h: Any, needs: Any) -> list[Any]:
-    """Gradients of x, delta, eps, lower and upper as far as they are needed, each of its argument's shape and dtype."""
+    """Gradients of x, delta, eps, lower and upper as far as they are needed, each of its argument's shape.
+
+    Not rounded to half precision: there may be more to add up.
+    """
     x = saved[0]
     if (
         torch.is_grad_enabled()
@@ -483,7 +488,7 @@ def _backward(saved: Any, p: float, g: Any, h: Any, needs: Any) -> list[Any]:
         down = None if h is None else _on_host(h)
         found = host.vjp(*given[:5], p, *given[5:], up, down, needs)  # type: ignore[call-arg]
         return [
-            torch.from_numpy(bar).sum_to_size(a.shape).to(a.dtype) if need else None
+            torch.from_numpy(bar).sum_to_size(a.shape) if need else None
             for bar, a, need in zip(found, saved[:5], needs[:5], strict=True)
         ]
     kernels = _kernels_of(x)
@@ -498,10 +503,13 @@ def _backward(saved: Any, p: float, g: Any, h: Any, needs: Any) -> list[Any]:
             of_bounds = [torch.where(ahead | lost, c_bar, 0.0) for ahead in (delta < 0, delta > 0)]
         found = x_bar, delta_bar, eps_bar, *of_bounds
         return [
-            bar.sum_to_size(a.shape).to(a.dtype) if need else None
-            for bar, a, need in zip(found, saved[:5], needs[:5], strict=True)
+            bar.sum_to_size(a.shape) if need else None for bar, a, need in zip(found, saved[:5], needs[:5], strict=True)
         ]
-    bars: list[Any] = [torch.zeros_like(a) if need else None for a, need in zip(saved, needs[:5], strict=False)]
+    kinds = x.dtype, x.dtype, *(_wide(x),) * 3
+    bars: list[Any] = [
+        torch.zeros_like(a, dtype=kind) if need else None
+        for a, kind, need in zip(saved[:5], kinds, needs[:5], strict=True)
+    ]
     height = max(1, (GROUP if x.device.type == "cpu" else BATCH) // max(x.shape[1], 1))
     for start in range(0, x.shape[0] if x.shape[1] else 0, height):
         part = slice(start, start + height)
@@ -528,7 +536,7 @@ def _bars(saved: Any, p: float, g: Any, h: Any, needs: Any) -> list[Any]:
     lost = torch.isnan(eta)
     found = (x_bar, delta_bar, eps_bar, torch.where(delta < 0, c_bar, 0.0), torch.where(delta > 0, c_bar, 0.0))
     return [
-        torch.where(lost, torch.nan, bar).sum_to_size(a.shape).to(a.dtype) if need else None
+        torch.where(lost, torch.nan, bar).sum_to_size(a.shape) if need else None
         for bar, a, need in zip(found, saved[:5], needs[:5], strict=True)
     ]
 
@@ -601,7 +609,8 @@ def vjp(
     per_row = eps.detach().expand(x.shape[0], 1)
     saved = [x.detach(), delta.detach(), per_row, lower.detach(), upper.detach(), eta.detach(), status]
     with torch.no_grad():
-        return tuple(_backward(saved, p, g.detach(), None, (True,) * 5))
+        x_bar, delta_bar, *others = _backward(saved, p, g.detach(), None, (True,) * 5)
+    return x_bar.to(x.dtype), delta_bar.to(x.dtype), *others
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
