@@ -6,6 +6,7 @@ import ast
 import csv
 import io
 import json
+import math
 import os
 import random
 import resource
@@ -409,6 +410,26 @@ def test_what_runs_apart():
     assert done[0] is not threading.main_thread()
     with pytest.raises(ZeroDivisionError):
         threads.run_apart(lambda: 1 / 0)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("p", [1.5, 2, math.inf])
+def test_steps_of_a_long_sample_are_counted_apart(monkeypatch, p):
+    from clipaware import quantize
+
+    x, delta = np.full((2, 300), 0.2), np.random.default_rng(0).standard_normal((2, 300)) * 1e-200
+    here = ca.perturb_quantized(x, delta, 0.5, p=p)
+    row, places = quantize._row, []
+
+    def noted(*arguments):
+        places.append(threading.current_thread())
+        return row(*arguments)
+
+    monkeypatch.setattr(quantize, "_row", noted)
+    monkeypatch.setattr(quantize, "LONG", 300)
+    np.testing.assert_array_equal(ca.perturb_quantized(x, delta, 0.5, p=p), here)
+    assert len(places) == 2
+    assert threading.main_thread() not in places
 
 
 INTERRUPTED = """

@@ -7,6 +7,7 @@ that could have made it.
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -51,8 +52,8 @@ def exact(a: Array) -> Array:
 def spacing(a: Array, dtype: str) -> Array:
     """From |a| to the next number of that dtype."""
     exponent = np.frexp(np.abs(a))[1] - 1
-    gap = np.ldexp(L(ULP[dtype]), np.where(np.isfinite(a) & (a != 0), exponent, 0))
-    return np.maximum(np.where(a == 0, L(0), gap), L(TINY[dtype]))
+    gap = np.ldexp(a.dtype.type(ULP[dtype]), np.where(np.isfinite(a) & (a != 0), exponent, 0))
+    return np.maximum(np.where(a == 0, 0.0, gap), TINY[dtype])
 
 
 def rounded(a: Array, dtype: str) -> Array:
@@ -67,7 +68,7 @@ def raised(z: Array, p: float) -> Array:
         return z
     if p == 2:
         return z * z
-    return np.power(z, L(p))
+    return np.power(z, z.dtype.type(p))
 
 
 def norm(z: Array, p: float) -> Array:
@@ -75,10 +76,10 @@ def norm(z: Array, p: float) -> Array:
     top = z.max(axis=1, keepdims=True, initial=0)
     if p == math.inf:
         return top
-    unit = np.where((top > 0) & np.isfinite(top), top, L(1))
+    unit = np.where((top > 0) & np.isfinite(top), top, 1.0)
     with np.errstate(all="ignore"):
         total = raised(z / unit, p).sum(axis=1, keepdims=True)
-        return np.where(np.isfinite(top), np.power(total, L(1) / L(p)) * unit, top)
+        return np.where(np.isfinite(top), np.power(total, 1 / total.dtype.type(p)) * unit, top)
 
 
 class Truth:
@@ -101,7 +102,7 @@ class Truth:
     def moved(self, eta: Array) -> Array:
         """How far every element goes at a scale per row."""
         with np.errstate(all="ignore"):
-            return np.where(self.moves, np.minimum(eta * self.size, self.room), L(0))
+            return np.where(self.moves, np.minimum(eta * self.size, self.room), 0.0)
 
     def norm_at(self, eta: Array) -> Array:
         """The norm at a scale per row, without rounding."""
@@ -110,23 +111,34 @@ class Truth:
     def last_break(self) -> Array:
         """The least scale at which everything that moves is clipped."""
         with np.errstate(all="ignore"):
-            return np.where(self.moves, self.room / self.size, L(0)).max(axis=1, keepdims=True, initial=0)
+            return np.where(self.moves, self.room / self.size, 0.0).max(axis=1, keepdims=True, initial=0)
 
     def stored_at(self, eta: Array, slack: float) -> Array:
         """How far elements go at a scale per row, as stored: pushed by `slack` working spacings, then rounded."""
         target = self.x + self.sign * self.moved(eta)
         target = target + slack * self.sign * spacing(target, working(self.dtype))
         stored = np.clip(rounded(target, self.dtype), self.lower, self.upper)
-        return np.where(self.moves, np.maximum((stored - self.x) * self.sign, 0), L(0))
+        return np.where(self.moves, np.maximum((stored - self.x) * self.sign, 0), 0.0)
+
+    def in_float64(self) -> Truth:
+        """The same with less digits and range, but more than enough of both for a narrower dtype; and in less time."""
+        other = copy.copy(self)
+        for name, value in vars(self).items():
+            if getattr(value, "dtype", None) == L:
+                setattr(other, name, value.astype(np.float64))
+        return other
 
     def nearest(self, aim: Array, step: float) -> tuple[Array, Array]:
         """The norms of stored arrays on either side of `aim`, if scales are known up to `step`."""
+        if self.dtype != "float64" and self.x.dtype == L:
+            return self.in_float64().nearest(aim.astype(np.float64), step)
+        top, least = (L(2) ** 16000, L(1e-4900)) if self.x.dtype == L else (2.0**1000, 1e-290)
         ends = []
         # Rounding on the way to the dtype may make the crossing come a little earlier, or later.
         for slack in (1, -1):
-            high = np.maximum(np.minimum(self.last_break(), L(2) ** 16000), L(1e-4900))
+            high = np.maximum(np.minimum(self.last_break(), top), least)
             with np.errstate(all="ignore"):
-                low = np.minimum(high, aim / np.maximum(norm(self.size, self.p), L(1e-4900))) / 2**40
+                low = np.minimum(high, aim / np.maximum(norm(self.size, self.p), least)) / 2**40
                 for _ in range(300):
                     middle = np.sqrt(low) * np.sqrt(high)
                     above = norm(self.stored_at(middle, slack), self.p) > aim

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,6 +15,7 @@ from clipaware import _check
 from clipaware._api import _problem
 from clipaware._backends import numpy as host
 from clipaware._dispatch import public
+from clipaware._kernels import threads
 
 Array = Any
 ArrayT = TypeVar("ArrayT")
@@ -22,6 +24,7 @@ MOST_LEVELS = 2**32
 TILE = 2**15  # elements that are converted at a time, so that what is made of them stays in the cache
 FEW = 2**12  # steps that are looked at one by one
 KEYS = 2**16
+LONG = 2**22  # elements of a sample from which on Ctrl-C is heard while its steps are counted
 SECANTS = 10  # passes after which a search no longer goes by them
 LAST = float(np.finfo(np.float64).max)
 ULP = float(np.finfo(np.float64).eps)
@@ -106,7 +109,8 @@ def perturb_quantized(
 
     v, missed = np.empty_like(rows[0]), []
     for i, (here, towards) in enumerate(zip(*rows, strict=True)):
-        found = _row(grid, i, here, towards, float(asked[i, 0]), problem.p, mode, seed, slack, v[i])
+        work = partial(_row, grid, i, here, towards, float(asked[i, 0]), problem.p, mode, seed, slack, v[i])
+        found = threads.run_apart(work) if here.size >= LONG else work()
         if not found.reachable:
             missed.append((i, found.reach))
             v[i] = math.nan if unreachable == "nan" else v[i]

@@ -6,10 +6,12 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
+
+Result = TypeVar("Result")
 
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
@@ -95,21 +97,19 @@ def run(work: Callable[[Any], None], pieces: Sequence[Any]) -> None:
     return None
 
 
-def run_apart(work: Callable[[], None]) -> None:
-    """Call `work`, which may take long, where Ctrl-C is heard while it does: then it is left to end by itself."""
+def run_apart(work: Callable[[], Result]) -> Result:
+    """What `work` returns, which may take long. Ctrl-C is heard while it does: then it is left to end by itself."""
     if threading.current_thread() is not threading.main_thread():
         return work()  # of which nobody else is interrupted
     from concurrent.futures import Future
 
-    done: Future[None] = Future()
+    done: Future[Result] = Future()
 
     def working() -> None:
         try:
-            work()
+            done.set_result(work())
         except BaseException as error:
             done.set_exception(error)
-        else:
-            done.set_result(None)
 
     threading.Thread(target=working, name="clipaware", daemon=True).start()
     return done.result()
