@@ -389,6 +389,20 @@ FAULTS = [
         IN_PARTS,
     ),
     Fault(
+        "maxima of parts are added up",
+        "_kernels/numba.py",
+        'largest = want in MAXIMA or rules["p"][0] == math.inf',
+        "largest = want in MAXIMA",
+        "tests/test_kernels.py -k does_not_reach",
+    ),
+    Fault(
+        "rescale is as loose as perturb",
+        "_kernels/numba.py",
+        'loosely = single and write and mode == "equal" and not grid',
+        'loosely = single and mode == "equal" and not grid',
+        "tests/test_values.py -k 'numpy and not operations and short_step'",
+    ),
+    Fault(
         "every group has the first one's gradient of eta",
         "_kernels/numba.py",
         "easy(some(g, part, rows), working), easy(h[part], np.float64)",
@@ -423,6 +437,20 @@ FAULTS = [
         'ufunc = np.add if combine == "sum" else np.maximum',
         "ufunc = np.add",
         of("numpy-operations", "values", "long_rows"),
+    ),
+    Fault(
+        "powers in float32",
+        "_backends/numpy.py",
+        "return np.power(a.astype(np.float64), p).astype(a.dtype)",
+        "return np.power(a, a.dtype.type(p))",
+        of("numpy-operations", "values", "small_elements"),
+    ),
+    Fault(
+        "sums in float32",
+        "_backends/numpy.py",
+        ".sum(axis=1, dtype=np.float64)\n    if whole < n:",
+        ".sum(axis=1, dtype=u.dtype)\n    if whole < n:",
+        of("numpy-operations", "values", "that_is_small"),
     ),
     Fault(
         "NumPy's seed is ignored",
