@@ -495,6 +495,20 @@ FAULTS = [
         "                take(bar).copy_(more)\n",
         "tests/test_torch.py -k several_groups",
     ),
+    Fault(
+        "vmap over any axis is over the first",
+        "_backends/torch.py",
+        "t.unsqueeze(0).expand(size, *t.shape) if dim is None else t.movedim(dim, 0)",
+        "t.unsqueeze(0).expand(size, *t.shape) if dim is None else t.movedim(0, dim)",
+        "tests/test_torch.py -k 'func_transforms or another_axis'",
+    ),
+    Fault(
+        "the highest score of a class and not of a sample",
+        "_backends/torch.py",
+        "return torch.amax(scores, 1, keepdim=True)",
+        "return torch.amax(scores, 0, keepdim=True)",
+        "tests/test_attacks.py -k 'margin and torch'",
+    ),
     # --- JAX ----------------------------------------------------------------------------------------------------------
     Fault(
         "a float32 eps that was rounded up",
@@ -523,6 +537,13 @@ FAULTS = [
         "bars = _math.pulled(be, part, g, h, along, numerics)",
         "bars = _math.pulled(be, part, g, h * 0, along, numerics)",
         "tests/test_jax.py -k 'jacobians or gradients_in_a_trace or second'",
+    ),
+    Fault(
+        "tangents under vmap along any axis are along the first",
+        "_backends/jax.py",
+        "a if axis is None else jnp.moveaxis(a, axis, 0) for",
+        "a if axis is None else jnp.moveaxis(a, 0, axis) for",
+        "tests/test_jax.py -k tangents",
     ),
     Fault(
         "devices do not exchange their sums",
@@ -566,6 +587,13 @@ FAULTS = [
         "eps_bar = bars[2].sum(axis=0, keepdims=True) if len(eps) == 1 else bars[2]",
         "eps_bar = bars[2][:1] if len(eps) == 1 else bars[2]",
         "tests/test_gradients.py tests/test_tensorflow.py -k 'tensorflow and not operations'",
+    ),
+    Fault(
+        "rows that fill up a program are regular ones",
+        "_backends/tensorflow.py",
+        "constant_values=_math.ZERO if a.dtype.is_integer else 0",
+        "constant_values=_math.REGULAR if a.dtype.is_integer else 0",
+        "tests/test_tensorflow.py -k fill_up",
     ),
     # --- the Array API ------------------------------------------------------------------------------------------------
     Fault(
