@@ -647,6 +647,13 @@ FAULTS = [
         "tests/test_dask.py -k chunking",
     ),
     Fault(
+        "of the tiles of a chunk the first one counts",
+        "_backends/dask.py",
+        "merge(np.stack(parts, axis=1), axis=(1,))[:, 0] if len(parts) > 1 else parts[0]",
+        "parts[0]",
+        "tests/test_dask.py -k several_tiles",
+    ),
+    Fault(
         "maxima of chunks are added up",
         "_backends/dask.py",
         'return (a.max if "max" in kinds else a.sum)(axis=axis, keepdims=True)',
@@ -758,6 +765,13 @@ FAULTS = [
         "quantize.py",
         "np.add.at(moved, which[order[:last]], 1)",
         "np.add.at(moved, which[order[: last + 1]], 1)",
+        QUANTIZED,
+    ),
+    Fault(
+        "ties in the order of the elements",
+        "quantize.py",
+        "order = np.lexsort((rng.permutation(len(which)), turns))",
+        "order = np.lexsort((np.arange(len(which)), turns))",
         QUANTIZED,
     ),
     Fault(
