@@ -389,6 +389,20 @@ FAULTS = [
         IN_PARTS,
     ),
     Fault(
+        "maxima of parts are added up",
+        "_kernels/numba.py",
+        'largest = want in MAXIMA or rules["p"][0] == math.inf',
+        "largest = want in MAXIMA",
+        "tests/test_kernels.py -k does_not_reach",
+    ),
+    Fault(
+        "rescale is as loose as perturb",
+        "_kernels/numba.py",
+        'loosely = single and write and mode == "equal" and not grid',
+        'loosely = single and mode == "equal" and not grid',
+        "tests/test_values.py -k 'numpy and not operations and short_step'",
+    ),
+    Fault(
         "every group has the first one's gradient of eta",
         "_kernels/numba.py",
         "easy(some(g, part, rows), working), easy(h[part], np.float64)",
@@ -423,6 +437,20 @@ FAULTS = [
         'ufunc = np.add if combine == "sum" else np.maximum',
         "ufunc = np.add",
         of("numpy-operations", "values", "long_rows"),
+    ),
+    Fault(
+        "powers in float32",
+        "_backends/numpy.py",
+        "return np.power(a.astype(np.float64), p).astype(a.dtype)",
+        "return np.power(a, a.dtype.type(p))",
+        of("numpy-operations", "values", "small_elements"),
+    ),
+    Fault(
+        "sums in float32",
+        "_backends/numpy.py",
+        ".sum(axis=1, dtype=np.float64)\n    if whole < n:",
+        ".sum(axis=1, dtype=u.dtype)\n    if whole < n:",
+        of("numpy-operations", "values", "that_is_small"),
     ),
     Fault(
         "NumPy's seed is ignored",
@@ -467,6 +495,20 @@ FAULTS = [
         "                take(bar).copy_(more)\n",
         "tests/test_torch.py -k several_groups",
     ),
+    Fault(
+        "vmap over any axis is over the first",
+        "_backends/torch.py",
+        "t.unsqueeze(0).expand(size, *t.shape) if dim is None else t.movedim(dim, 0)",
+        "t.unsqueeze(0).expand(size, *t.shape) if dim is None else t.movedim(0, dim)",
+        "tests/test_torch.py -k 'func_transforms or another_axis'",
+    ),
+    Fault(
+        "the highest score of a class and not of a sample",
+        "_backends/torch.py",
+        "return torch.amax(scores, 1, keepdim=True)",
+        "return torch.amax(scores, 0, keepdim=True)",
+        "tests/test_attacks.py -k 'margin and torch'",
+    ),
     # --- JAX ----------------------------------------------------------------------------------------------------------
     Fault(
         "a float32 eps that was rounded up",
@@ -495,6 +537,13 @@ FAULTS = [
         "bars = _math.pulled(be, part, g, h, along, numerics)",
         "bars = _math.pulled(be, part, g, h * 0, along, numerics)",
         "tests/test_jax.py -k 'jacobians or gradients_in_a_trace or second'",
+    ),
+    Fault(
+        "tangents under vmap along any axis are along the first",
+        "_backends/jax.py",
+        "a if axis is None else jnp.moveaxis(a, axis, 0) for",
+        "a if axis is None else jnp.moveaxis(a, 0, axis) for",
+        "tests/test_jax.py -k tangents",
     ),
     Fault(
         "devices do not exchange their sums",
@@ -538,6 +587,13 @@ FAULTS = [
         "eps_bar = bars[2].sum(axis=0, keepdims=True) if len(eps) == 1 else bars[2]",
         "eps_bar = bars[2][:1] if len(eps) == 1 else bars[2]",
         "tests/test_gradients.py tests/test_tensorflow.py -k 'tensorflow and not operations'",
+    ),
+    Fault(
+        "rows that fill up a program are regular ones",
+        "_backends/tensorflow.py",
+        "constant_values=_math.ZERO if a.dtype.is_integer else 0",
+        "constant_values=_math.REGULAR if a.dtype.is_integer else 0",
+        "tests/test_tensorflow.py -k fill_up",
     ),
     # --- the Array API ------------------------------------------------------------------------------------------------
     Fault(
@@ -589,6 +645,13 @@ FAULTS = [
         "return _reduced(parts, problem, _rounds.merged_norms, p=problem.p)",
         "return _reduced(parts, problem, _rounds.merged_norms, p=math.inf)",
         "tests/test_dask.py -k chunking",
+    ),
+    Fault(
+        "of the tiles of a chunk the first one counts",
+        "_backends/dask.py",
+        "merge(np.stack(parts, axis=1), axis=(1,))[:, 0] if len(parts) > 1 else parts[0]",
+        "parts[0]",
+        "tests/test_dask.py -k several_tiles",
     ),
     Fault(
         "maxima of chunks are added up",
@@ -702,6 +765,13 @@ FAULTS = [
         "quantize.py",
         "np.add.at(moved, which[order[:last]], 1)",
         "np.add.at(moved, which[order[: last + 1]], 1)",
+        QUANTIZED,
+    ),
+    Fault(
+        "ties in the order of the elements",
+        "quantize.py",
+        "order = np.lexsort((rng.permutation(len(which)), turns))",
+        "order = np.lexsort((np.arange(len(which)), turns))",
         QUANTIZED,
     ),
     Fault(

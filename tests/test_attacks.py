@@ -387,6 +387,19 @@ def test_a_margin_does_not_saturate(differentiable):
     assert found.success.sum() > lost.success.sum()
 
 
+def test_a_margin_is_that_of_the_best_other(differentiable):
+    """Of every sample its own, whatever the others of the batch are."""
+    x = np.full((N, *SHAPE), 0.25) + np.random.default_rng(2).uniform(-0.1, 0.1, (N, *SHAPE))
+    scores = _linear(x)
+    labels, best = scores.argsort(axis=1)[:, -1:-3:-1].T
+    assert len(set(zip(labels, best, strict=True))) > 2
+    mine = differentiable.array(x, "float64")
+    found = gradient_attack(linear(differentiable.name), mine, labels, 0.01, loss="margin")
+    towards = WEIGHTS.T.astype(float)[best] - WEIGHTS.T[labels]
+    expected = 0.01 * towards / np.linalg.norm(towards, axis=1, keepdims=True)
+    np.testing.assert_allclose(flat(differentiable.numpy(found.perturbed) - x), expected, rtol=0, atol=1e-12)
+
+
 def test_models_of_the_frameworks():
     torch.manual_seed(0)
     x, _ = problem()

@@ -19,6 +19,7 @@ from conftest import NUMPY_DTYPES
 
 dask = pytest.importorskip("dask", reason="Dask is not installed")
 da = pytest.importorskip("dask.array", reason="dask.array does not work here")
+from clipaware._backends import dask as backend  # noqa: E402
 
 rng = np.random.default_rng(0)
 X, D = rng.random((6, 4, 50)), rng.standard_normal((6, 4, 50))
@@ -242,6 +243,17 @@ def test_float32_of_many_chunks(kind):
         eps = ca.reach(x, delta)[:, 0].astype(float) * share
         v = ca.perturb(*lazy(x, delta, chunks=(1, 40_000)), eps).compute()
         np.testing.assert_allclose(norm64(v, x, 2), eps, rtol=3e-7)
+
+
+@pytest.mark.parametrize("p", [2, math.inf])
+def test_chunks_of_several_tiles(p, monkeypatch):
+    monkeypatch.setattr(backend, "TILE", 16)
+    x, delta = lazy(X, D, chunks=(4, 3, 17))
+    eps = 0.4 * ca.reach(X, D, p=p)
+    np.testing.assert_allclose(ca.reach(x, delta, p=p), ca.reach(X, D, p=p), rtol=1e-14)
+    np.testing.assert_allclose(ca.perturb(x, delta, eps, p=p), ca.perturb(X, D, eps, p=p), rtol=0, atol=1e-13)
+    for mine, known in zip(ca.perturb_vjp(x, delta, eps, delta, p=p), ca.perturb_vjp(X, D, eps, D, p=p), strict=True):
+        np.testing.assert_allclose(mine, known, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("chunks", [(2, 4, 50), (4, 3, 17)])

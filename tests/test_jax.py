@@ -137,6 +137,18 @@ def test_derivatives_under_vmap(axes, p):
     np.testing.assert_allclose(forward(weights, tuple(arguments), tuple(tangents)), moved, rtol=1e-8)
 
 
+def test_tangents_under_vmap_over_the_last_axis():
+    x, delta, eps, g = problem(rows=4)
+    arrays = [jnp.stack([a, a[::-1], a[:, ::-1]]) for a in (x, delta, g)]
+
+    def along(x, delta, turn):
+        return jax.jvp(lambda delta: ca.perturb(x, delta, eps), (delta,), (turn,))[1]
+
+    expected = jnp.stack([along(*a) for a in zip(*arrays, strict=True)])
+    found = jax.vmap(along, in_axes=2)(*(jnp.moveaxis(a, 0, 2) for a in arrays))
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_jacobians(rows):
     """Many tangents, or cotangents, of one problem."""

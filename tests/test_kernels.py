@@ -109,6 +109,17 @@ def test_a_long_row_in_parts_is_the_same_row(n, p, dtype, monkeypatch, restored_
     np.testing.assert_allclose(reached[0], kernels.reach(x[:1], delta[:1], *bounds, float(p))[0], rtol=1e-6)
 
 
+def test_a_long_row_that_does_not_reach(monkeypatch, restored_threads):
+    """The largest element is that of all parts, not more."""
+    ca.set_threads(2)
+    monkeypatch.setattr(kernels, "LONG", 1)
+    monkeypatch.setattr(kernels, "LARGE", 1)
+    x, delta, one = np.full((1, 20_000), 0.5), np.ones((1, 20_000)), np.ones((1, 1))
+    v, eta, status, _ = kernels.solve(x, delta, 0.6 * one, 0 * one, one, math.inf, "at_most", write=True)
+    assert (v == 1).all()
+    assert (eta[0, 0], status[0, 0]) == (0.5, _math.UNREACHABLE)
+
+
 def test_gradients_of_several_groups(monkeypatch):
     """Of halves, which are converted some rows at a time."""
     rng = np.random.default_rng(0)

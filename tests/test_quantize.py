@@ -219,6 +219,14 @@ def test_many_ties_are_taken_in_a_seeded_order(way):
     assert abs(last[:50].mean() - last[50:].mean()) < 0.03
 
 
+def test_a_few_ties_are_taken_in_a_seeded_order(way):
+    room = np.ones(20, np.float32)
+    found = [quantize.steps(np.ones(20), room, math.sqrt(10), p=2, mode="equal", seed=seed).moved for seed in (0, 0, 1)]
+    assert [m.sum() for m in found] == [10, 10, 10]
+    np.testing.assert_array_equal(found[0], found[1])
+    assert (found[0] != found[2]).any()
+
+
 def test_with_and_without_kernels_the_same(monkeypatch):
     pytest.importorskip("numba", reason="Numba is not installed")
     rng = np.random.default_rng(0)

@@ -159,8 +159,10 @@ def test_eps_and_bounds_of_unknown_length(bound, known):
         assert_alike(graph(*inputs), expected, atol=1e-5)
 
 
-def test_rows_that_fill_up_a_program_count_for_nothing():
-    """Nor do elements; 9 and 33 are lengths that no program is compiled for. Gradients of the bounds sum over rows."""
+@pytest.mark.parametrize("eps", [np.linspace(0.1, 2, 9), 0.0], ids=["each", "zero"])
+def test_rows_that_fill_up_a_program_count_for_nothing(eps):
+    """Nor do elements; 9 and 33 are lengths that no program is compiled for. Gradients of the bounds sum over rows, and
+    so do those of one eps for all."""
 
     def function(x, delta, eps, lower, upper):
         return ca.perturb(x, delta, eps, bounds=(lower, upper))
@@ -173,8 +175,8 @@ def test_rows_that_fill_up_a_program_count_for_nothing():
         return [*first, *tape.gradient(total, inputs)]
 
     matrix, number = tf.TensorSpec((None, None), tf.float64), tf.TensorSpec((), tf.float64)
-    signature = [matrix, matrix, tf.TensorSpec((None,), tf.float64), number, number]
-    given = rng.uniform(0.1, 0.9, (9, 33)), rng.standard_normal((9, 33)), np.linspace(0.1, 2, 9), 0.1, 0.9
+    signature = [matrix, matrix, tf.TensorSpec((None,), tf.float64) if np.ndim(eps) else number, number, number]
+    given = rng.uniform(0.1, 0.9, (9, 33)), rng.standard_normal((9, 33)), eps, 0.1, 0.9
     inputs = [tf.constant(a, tf.float64) for a in given]
     assert_alike(tf.function(both_orders, input_signature=signature)(*inputs), both_orders(*inputs), 1e-10, 1e-10)
 

@@ -233,6 +233,11 @@ def test_vmap_over_another_axis():
     expected = torch.stack([slope(a, b) for a, b in zip(x, delta, strict=True)])
     for function in (torch.func.vmap(slope, in_dims=(1, 0)), torch.compile(torch.func.vmap(slope, in_dims=(1, 0)))):
         torch.testing.assert_close(function(x.T.contiguous(), delta), expected, rtol=1e-9, atol=1e-11)
+    # The last of three: there it matters where the others go.
+    many = torch.rand(4, 5, 3, dtype=torch.float64)
+    expected = torch.stack([ca.perturb(a, delta[0].expand(4, 5), 0.5) for a in many.unbind(2)])
+    found = torch.func.vmap(lambda a: ca.perturb(a, delta[0].expand(4, 5), 0.5), in_dims=2)(many)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_views_that_are_negative():

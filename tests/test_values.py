@@ -224,6 +224,30 @@ def test_eta_of_other_units_and_of_long_rows(be, n, size, p):
     np.testing.assert_allclose(norm64(v, x, p), eps, rtol=2e-13)
 
 
+@pytest.mark.parametrize("p", [1, 2])
+def test_eta_beyond_a_short_step(be, p):
+    """Newton's second step is one of 1e-4, across a kink beyond which there is little left to grow."""
+    upper = np.repeat([0.1, 0.100015, 1.0], [50, 49, 1]).astype(np.float32)
+    eps = 0.10001 * 100 ** (1 / p)
+    eta = be.rescale(np.zeros((1, 100)), np.ones((1, 100)), eps, p=p, bounds=(0, upper), dtype="float32").item()
+    last = (eps**p - (upper[:-1].astype(float) ** p).sum()) ** (1 / p)
+    assert eta == pytest.approx(last, rel=1e-4)
+
+
+def test_eta_of_small_elements(be):
+    """Powers of float32 are not taken in float32, of which even p is none: here that would be off by 2.6e-7."""
+    eta = be.rescale(np.full((1, 3000), 0.5), np.full((1, 3000), 2.0**-8), 0.01, p=2.1, dtype="float32").item()
+    assert eta == pytest.approx(2.56 / 3000 ** (1 / 2.1), rel=1.3e-7)
+
+
+def test_eta_of_much_that_is_small(be):
+    """A hundred sums that each are less than half of the last digit of another one, in float32."""
+    x, delta = np.full((1, 2**17), 0.5, np.float32), np.full((1, 2**17), 1.9 * 2.0**-17, np.float32)
+    delta[0, :1024] = 256
+    eta = be.rescale(x, delta, 0.3, p=1, dtype="float32")
+    np.testing.assert_allclose(eta, 0.3 / delta.sum(dtype=float), rtol=5e-7)
+
+
 def test_every_backend_agrees(be):
     rng = np.random.default_rng(5)
     x, delta = rng.random((7, 3, 9, 9)), rng.standard_normal((7, 3, 9, 9))
