@@ -30,6 +30,7 @@ class Backend:
     alone: bool = True  # whether a row alone gives the same bits as in a batch
     enter: Callable[[], Any] = ExitStack
     counts: bool = False  # whether passes can be counted
+    by_exponents: bool = False  # whether powers of float64 are those of two
     slack: float = 2.0**-46  # of eps, by which at_most may stay below it
     pull: Callable[..., Any] | None = None  # of a function, its arguments and a cotangent, gradients; None of constants
     flushes: bool = False  # whether that takes subnormal numbers for 0
@@ -98,7 +99,7 @@ def _cuda() -> Backend:
         raise ImportError("PyTorch finds no GPU")
     # Code for an order, a dtype and a shape takes long to make, and is used for many rows then.
     profile = Profile(subnormal64=False, least_rows=128, most_rows=256, few_orders=True)
-    return _torch("cuda", "cuda", alone=False, profile=profile)
+    return _torch("cuda", "cuda", alone=False, profile=profile, by_exponents=True)
 
 
 def _triton() -> Backend:
@@ -119,7 +120,7 @@ def _triton() -> Backend:
 
     # Its rounding to bfloat16 is not a GPU's.
     profile = Profile(("float16", "float32", "float64"), subnormal64=False, longest=2000, most_rows=8)
-    return _torch("triton", enter=enter, alone=False, profile=profile)
+    return _torch("triton", enter=enter, alone=False, profile=profile, by_exponents=True)
 
 
 def _jax(name: str = "jax", x64: bool = True, **options: Any) -> Backend:
@@ -212,7 +213,9 @@ def _cupy() -> Backend:
     if not cupy.is_available():
         raise ImportError("CuPy finds no GPU")
     profile = Profile(("float16", "float32", "float64"), subnormal=False, most_rows=256)
-    return Backend("cupy", lambda a: cupy.asarray(np.array(a)), lambda a: a.get(), profile, alone=False)
+    return Backend(
+        "cupy", lambda a: cupy.asarray(np.array(a)), lambda a: a.get(), profile, alone=False, by_exponents=True
+    )
 
 
 LOADERS: dict[str, Callable[[], Backend]] = {

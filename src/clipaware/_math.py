@@ -368,6 +368,16 @@ class Passes:
 # --- solving ----------------------------------------------------------------------------------------------------------
 
 
+def root_of(be: Backend, q: Array, p: float) -> Array:
+    """q^(1/p). That exponent is rounded, which costs digits far from q = 1; a step of Newton's gets them back."""
+    y = q ** (1 / p)
+    if p in (1, 2, 4):
+        return y
+    z = y**p
+    fine = (z > 0) & (z < HUGE)
+    return be.where(fine, y + y * (q / be.where(fine, z, 1.0) - 1) / p, y)
+
+
 def extrapolated(be: Backend, p: float, naive: Array, root: Array, a: Array, c: Array) -> Array:
     """A better second guess than Newton's own `root`.
 
@@ -411,7 +421,7 @@ def newton(
         C = be.where(done, C, C_here)
         hard = hard | (~done & ((A < tiny) | (C >= target)))
         done = done | hard
-        root = ((target - C) / A) ** (1 / p) / passes.unit(top)
+        root = root_of(be, (target - C) / A, p) / passes.unit(top)
         first = root if total is None else extrapolated(be, p, T, root, A / total, C / target)
         better = be.where(last_A > 0, curved(be, p, T, root, A, (last_T, last_A)), first)
         lo, better = be.where(done, lo, root), be.where(done, T, better)
@@ -455,7 +465,7 @@ def guarded_newton(
         )
         over = C >= target
         regular = ~over & (A > 0)
-        root = be.where(regular, (target - C) / be.where(A > 0, A, 1.0), 0.0) ** (1 / p) / passes.unit(near)
+        root = root_of(be, be.where(regular, (target - C) / be.where(A > 0, A, 1.0), 0.0), p) / passes.unit(near)
 
         arrived = regular & be.where(from_left, root <= T * (1 + settled), abs(root - T) <= settled * T)
         stay = (nothing_left & ~over) | (over & from_left)

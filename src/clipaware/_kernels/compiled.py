@@ -510,6 +510,16 @@ def pow2(a, single):
 
 
 @step
+def root_of(q, p):
+    """``_math.root_of``."""
+    y = q ** (1 / p)
+    if 1e-2 < q < 1e2:  # too near to 1 to lose any
+        return y
+    z = y**p
+    return y + y * (q / z - 1) / p if 0 < z < HUGE else y
+
+
+@step
 def narrow(a, single):
     return np.float64(np.float32(a)) if single else a
 
@@ -652,7 +662,7 @@ def settle(s, A, C, rules):
     over = C >= target
     short = A <= 0 and not over
     regular = A > 0 and not over
-    root = ((target - C) / A) ** (1 / rules.p) / s.unit if regular else 0.0
+    root = root_of((target - C) / A, rules.p) / s.unit if regular else 0.0
     arrived = regular and (root <= T * (1 + s.settled) if left else abs(root - T) <= s.settled * T)
     if over or (regular and root < T):
         s.hi = min(s.hi, T)
