@@ -54,7 +54,7 @@ EXTRAS = {
     "dask": Extra("dask", "tests/test_frameworks.py tests/test_dask.py tests/test_errors.py -k dask", "numba"),
     "foolbox": Extra("foolbox", "tests/test_foolbox.py"),
     "art": Extra("art", "tests/test_art.py"),
-    "cli": Extra("cli", "tests/test_cli.py tests/test_images.py tests/test_audio.py"),
+    "cli": Extra("cli", "tests/test_cli.py tests/test_images.py tests/test_audio.py", "numba"),
     "explorer": Extra("explorer", "tests/test_explorer.py", "playwright"),
     "training": Extra("attacks,training", "tests/test_attacks.py tests/test_adversarial_noise.py"),
 }
@@ -114,7 +114,8 @@ def tried(extra: Extra, age: str, version: str, folder: Path) -> dict[str, str]:
     subprocess.run([command, "-m", "venv", folder], check=True)
     python = str(folder / "bin" / "python")
     wanted = requirements(extra, age, here=not version)
-    done = subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted], capture_output=True, text=True)
+    install = [python, "-m", "pip", "install", "--quiet", "--no-compile", *wanted]
+    done = subprocess.run(install, capture_output=True, text=True)
     shown = subprocess.run([python, "--version"], capture_output=True, text=True).stdout.split()[1]
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr]
@@ -125,7 +126,8 @@ def tried(extra: Extra, age: str, version: str, folder: Path) -> dict[str, str]:
     names = [re.split(r"[=\[]", pin.lower())[0] for pin in lower_bounds(extra.extras)]
     versions = ", ".join(f"{name} {installed[name]}" for name in names if name in installed)
     # Not in the checkout: what is installed is tested.
-    shutil.copytree(ROOT / "tests", folder / "tests")
+    for name in ("tests", "examples", "docs"):
+        shutil.copytree(ROOT / name, folder / name)
     shutil.copy(ROOT / "pyproject.toml", folder)
     tests = [python, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *shlex.split(extra.tests)]
     settings = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}  # an XLA ends at flags it does not know

@@ -1383,6 +1383,7 @@ def test_more_bad_input(trained):
 
 
 def test_results_of_two_settings_are_not_mixed(example, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     few = ["--quick", "--samples", "64", "--tests", "32", "--seeds", "1", "--methods", "clean", "--noise-steps", "2"]
     assert run(example, monkeypatch, tmp_path, *few, "--epochs", "1", "--further", "1") == 0
     with pytest.raises(SystemExit):
