@@ -342,8 +342,8 @@ FAULTS = [
     Fault(
         "compiled at_most holds what at_least does",
         "_kernels/compiled.py",
-        "held = (rules.mode == _AT_MOST and s.K > s.m) or (rules.mode == _AT_LEAST and s.K < s.m)",
-        "held = (rules.mode == _AT_MOST and s.K < s.m) or (rules.mode == _AT_LEAST and s.K > s.m)",
+        "(rules.mode == _AT_MOST and (s.K > s.m or least)) or (rules.mode == _AT_LEAST and s.K < s.m)",
+        "(rules.mode == _AT_MOST and (s.K < s.m or least)) or (rules.mode == _AT_LEAST and s.K > s.m)",
         KERNELS,
     ),
     Fault(
@@ -954,8 +954,8 @@ FAULTS = [
     Fault(
         "on a GPU, at_most holds what at_least does",
         "_kernels/triton.py",
-        "code = tl.where(K > 1, HELD, code)\n        corner",
-        "code = tl.where(K < 1, HELD, code)\n        corner",
+        "tl.where((K > 1) | (corner & (K == 1)), HELD, code)",
+        "tl.where((K < 1) | (corner & (K == 1)), HELD, code)",
         INTERPRETED.format("modes or gradients"),
         True,
     ),

@@ -554,6 +554,8 @@ def solve(
 
     held = K > m if mode == "at_most" else K < m if mode == "at_least" else K < 0
     if mode == "at_most":
+        # Delta as it is may get everything to its bound, too, but for rounding.
+        held = held | (unreachable & (K == m))
         unreachable = unreachable & ~held
     # Held rows take delta as it is; rows that stay take nothing of it.
     held = held & ~unreachable & ~still

@@ -267,7 +267,7 @@ def begun(a: Array, eps: Array, p: float, n: int, numerics: Numerics, ulp: float
     status = np.where(is_zero, ZERO, np.where(at_zero, AT_ZERO, np.where(unreachable, UNREACHABLE, REGULAR)))
     if mode == "at_most":
         # What is small enough is left alone: as measured, where it is to be written.
-        alone = (status == REGULAR) | ((status == UNREACHABLE) & (scale * eps * lift(seen.top) > 1))
+        alone = (status == REGULAR) | ((status == UNREACHABLE) & (scale * eps * lift(seen.top) >= 1))
         status = np.where(alone & write & (seen.plain <= 1), HELD, status)
     done = free | short | (status == ZERO) | (status == AT_ZERO) | (status == HELD) | lost | ~(lo < hi)
     lo, hi = np.where(done, 1.0, lo), np.where(done, 1.0, hi)
@@ -417,7 +417,7 @@ def held(state: Array, eps: Array, mode: str, write: bool) -> Array:
     if mode == "at_least":
         status = np.where((status == REGULAR) & (eta < 1), HELD, status)
     elif mode == "at_most" and not write:
-        status = np.where(((status == REGULAR) | (status == UNREACHABLE)) & (eta > 1), HELD, status)
+        status = np.where(((status == REGULAR) & (eta > 1)) | ((status == UNREACHABLE) & (eta >= 1)), HELD, status)
     scale = now.scale if write else np.where(status == HELD, 1.0, now.scale * unit)
     scale = np.where((status == ZERO) | (status == AT_ZERO), 0.0, scale)
     return stacked(now._replace(status=status, scale=np.where(now.lost > 0, math.nan, scale)))

@@ -635,8 +635,8 @@ def _solve_carefully(
             K = most_K if P == INF else tl.where(most < target, most_K, tl.minimum(K, most_K))
     code = tl.where(corner, UNREACHABLE, REGULAR)
     if AT_MOST:
-        code = tl.where(K > 1, HELD, code)
-        corner = corner & (K <= 1)
+        code = tl.where((K > 1) | (corner & (K == 1)), HELD, code)
+        corner = corner & (K < 1)
         K = tl.minimum(K, 1.0)
     elif MODE == 2:
         code = tl.where((K < 1) & ~corner, HELD, code)
