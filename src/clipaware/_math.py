@@ -374,8 +374,8 @@ def root_of(be: Backend, q: Array, p: float) -> Array:
     if p in (1, 2, 4):
         return y
     z = y**p
-    fine = (z > 0) & (z < HUGE)
-    return be.where(fine, y + y * (q / be.where(fine, z, 1.0) - 1) / p, y)
+    far = ((q < 1e-2) | (q > 1e2)) & (z > 0) & (z < HUGE)
+    return be.where(far, y + y * (q / be.where(far, z, 1.0) - 1) / p, y)
 
 
 def extrapolated(be: Backend, p: float, naive: Array, root: Array, a: Array, c: Array) -> Array:
