@@ -472,7 +472,7 @@ def _block(x: Array, delta: Array, lower: Array, upper: Array, numerics: Numeric
 def _backward(saved: Any, p: float, g: Any, h: Any, needs: Any) -> list[Any]:
     """Gradients of x, delta, eps, lower and upper as far as they are needed, each of its argument's shape.
 
-    Not rounded to half precision: there may be more to add up.
+    Those of eps and the bounds are not rounded to half precision: there may be more to add up.
     """
     x = saved[0]
     if (

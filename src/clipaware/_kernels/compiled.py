@@ -702,6 +702,7 @@ def finish(s, status, rules):
     shift = max(min(large, s.m * (2.0**126 if rules.single else 2.0**1022)), 1.0)
     s.K, s.m = s.T / shift / s.inv, s.m / shift
     s.slope = max(1 - s.C / s.target, rules.ulp)
+    # Delta as it is may get everything to its bound, too, but for rounding.
     least = status == UNREACHABLE and s.K == s.m
     held = (rules.mode == _AT_MOST and (s.K > s.m or least)) or (rules.mode == _AT_LEAST and s.K < s.m)
     if held and (rules.mode == _AT_MOST or status == REGULAR):
