@@ -129,15 +129,15 @@ FAULTS = [
     Fault(
         "the bracket is never halved",
         "_math.py",
-        "bisect = ~closed & from_left & (count >= NEWTON_PASSES)",
-        "bisect = closed & from_left & (count >= NEWTON_PASSES)",
+        "bisect = ~closed & from_left & (spent > NEWTON_PASSES)",
+        "bisect = closed & from_left & (spent > NEWTON_PASSES)",
         TEXT,
     ),
     Fault(
         "Newton stops too early",
         "_math.py",
-        "return count + 1, better, lo, C, T, A, hard, done | (abs(better - T) <= settled * better)",
-        "return count + 1, better, lo, C, T, A, hard, done | (abs(better - T) <= 1e-3 * better)",
+        "return count + 1, better, lo, C, T, A, spent, hard, done | (abs(better - T) <= settled * better)",
+        "return count + 1, better, lo, C, T, A, spent, hard, done | (abs(better - T) <= 1e-3 * better)",
         TEXT,
     ),
     Fault(
@@ -677,7 +677,7 @@ FAULTS = [
     Fault(
         "the gradient of a bound is summed over its own axes",
         "_backends/dask.py",
-        "axes = tuple(i for i in range(bar.ndim) if i < extra or (came[i - extra] == 1 < bar.shape[i]))",
+        "axes = tuple(i for i in range(bar.ndim) if i < extra or (came[i - extra] == 1 != bar.shape[i]))",
         "axes = tuple(range(extra))",
         of("dask", "gradients", "not batch"),
     ),

@@ -152,6 +152,17 @@ def test_many_groups_and_rows_in_parts(monkeypatch, axis):
             np.testing.assert_allclose(mine, whole, rtol=1e-12, atol=1e-14)
 
 
+def test_rows_that_lie_across_memory():
+    """Along those, NumPy adds up one element after another, and many equal ones drift."""
+    delta = np.full((3, 5000), 0.1)
+    delta[:, 0] = 0.3
+    delta, total = np.asfortranarray(delta), math.fsum(delta[0])
+    x, delta = on(CPU, delta * 0, delta)
+    eta = ca.rescale(x, delta, 2.0, p=1, bounds=(-math.inf, math.inf))
+    np.testing.assert_allclose(np.asarray(eta) * total, 2, rtol=1e-14)
+    np.testing.assert_allclose(np.asarray(ca.reach(x, delta, p=1, bounds=(0, delta))), total, rtol=1e-14)
+
+
 @pytest.mark.parametrize("n", [2**19, 1_000_000, 3 * 1024 * 1024, 10_000_001])
 def test_sample_of_long_rows(n):
     taken = range(n)[array_api.runs(n, 64, 512)]

@@ -105,6 +105,11 @@ def test_empty_batches_and_samples():
             assert ca.perturb(x, x, eps).compute().shape == size
             assert ca.rescale(x, x, eps).compute().shape == (size[0], 1)
             assert [a.compute().shape for a in ca.perturb_vjp(x, x, eps, x)] == [size, size, np.shape(eps), (), ()]
+        bounds = np.zeros((size[0], 1)), np.ones((1, size[1]))
+        assert [a.compute().shape for a in ca.perturb_vjp(x, x, 1.0, x, bounds=bounds)[3:]] == [
+            (size[0], 1),
+            (1, size[1]),
+        ]
 
 
 @pytest.mark.parametrize("chunks", [((2, 4), (1, 3), (20, 0, 30)), ((0, 6, 0), (0, 4), (25, 25))], ids=str)
@@ -233,6 +238,26 @@ def test_awkward_rows(p, compiled, monkeypatch):
         eps = ca.reach(x, delta, p=p)[:, 0] * share
         v = ca.perturb(lazy_x, lazy_delta, eps, p=p).compute()
         np.testing.assert_allclose(norm64(v, x, p), eps, rtol=1e-12)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("p", [1, 3])
+def test_sums_of_many_equal_elements(p, compiled, axis, monkeypatch):
+    """One after another they would drift, as NumPy adds up samples that lie across memory."""
+    if not compiled:
+        monkeypatch.setattr(numpy_backend, "kernels", lambda: None)
+    n = 40_000
+    sample = np.full(n, 0.1)
+    sample[0] = 0.3
+    delta = np.stack([sample, sample], axis=1 - axis)
+    x, delta = lazy(delta * 0, delta, chunks=[25_000 if i == axis else 2 for i in (0, 1)])
+    for upper in (np.full(n, math.inf), np.where(np.arange(n) % 2, 0.05, 1)):
+        eps = math.fsum(np.minimum(0.7 * sample, upper) ** p) ** (1 / p)
+        bounds = (0, np.expand_dims(upper, 1 - axis))
+        for eta in ca.rescale(x, delta, eps, p=p, bounds=bounds, axis=axis).compute().ravel():
+            found = math.fsum(np.minimum(eta * sample, upper) ** p) ** (1 / p)
+            np.testing.assert_allclose(found, eps, rtol=1e-14)
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "cauchy", "lognormal"])

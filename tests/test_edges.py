@@ -462,3 +462,21 @@ def test_report_of_naive_scales_beyond_all_numbers(be):
     x, delta = np.zeros((1, 2)), np.array([[1e-10, -5e-11]])
     found = ca.report(be.array(x, "float64"), be.array(delta, "float64"), 1e300, p=math.inf, bounds=(-np.inf, np.inf))
     np.testing.assert_allclose(np.asarray(be.numpy(found.naive_norm), float), 1e300, rtol=1e-13)
+
+
+def test_subnormal_numbers_of_float16(be):
+    """They are multiples of 2^-24 below 2^-14, where float32 is far from its own."""
+    unit = 2.0**-24
+    v = be.perturb(np.zeros((1, 1)), np.ones((1, 1)), 315.4 * unit, bounds=(-1, 1), p=10, dtype="float16")
+    assert v.astype(float) == 315 * unit
+    x, delta, lower = np.array([[0.0, 300 * unit]]), np.array([[1.0, -0.5]]), np.array([0, 169 * unit])
+    for bound in (lower, be.array(lower, "float16")):
+        v = be.perturb(x, delta, 0.25, bounds=(bound, 1), p=10, dtype="float16")
+        np.testing.assert_array_equal(v.astype(float), [[0.25, 169 * unit]])
+
+
+@pytest.mark.parametrize("p", [3, 10])
+def test_reach_of_rooms_near_the_largest_numbers(be, p):
+    """The reciprocal of such a room is a subnormal number, which is 0 to XLA and TensorFlow."""
+    reach = be.reach(np.zeros((1, 2)), np.ones((1, 2)), p=p, bounds=(0, 2e38), dtype="float32")
+    np.testing.assert_allclose(reach.astype(float), 2e38 * 2 ** (1 / p), rtol=1e-6)

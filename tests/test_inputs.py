@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import clipaware as ca
+from clipaware._backends import numpy as numpy_backend
 from clipaware.reference import norm64
 
 rng = np.random.default_rng(0)
@@ -62,6 +63,19 @@ def test_a_row_does_not_depend_on_the_others(be, n):
                 # A GPU's kernels leave long rows as they are once their norm is within 2.5e-7 of eps.
                 single = 2e-6 if be.name in ("cuda", "cupy") else 4e-7
                 np.testing.assert_allclose(together[i], alone, rtol=0, atol=single if dtype == "float32" else 1e-14)
+
+
+def test_a_row_that_needs_care_does_not_depend_on_the_others(monkeypatch):
+    """When its bracket is halved for the first time follows from its own passes."""
+    monkeypatch.setattr(numpy_backend, "kernels", lambda: None)
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-0.6, 0.6, (40, 100))
+    delta = 10 ** rng.uniform(-3, 3, (40, 100)) * rng.choice([-1.0, 1.0], (40, 100))
+    options = {"p": 130, "bounds": (-1, 1)}
+    eps = 0.999 * ca.reach(x, delta, **options)[:, 0]
+    together = ca.rescale(x, delta, eps, **options)
+    alone = [ca.rescale(x[i : i + 1], delta[i : i + 1], eps[i : i + 1], **options)[0] for i in range(40)]
+    np.testing.assert_array_equal(together, alone)
 
 
 def test_layouts_numpy(tmp_path):

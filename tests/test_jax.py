@@ -443,6 +443,17 @@ def test_as_xla_compiles_by_default():
     assert run.returncode == 0, run.stderr
 
 
+def test_quotients_that_xla_rearranges():
+    """Of one over another it makes products, which overflow where delta spans hundreds of orders of magnitude."""
+    x = np.array([[0.4, 0.15, 0.68, 0.41, 0.81, 0.65, 0.11]])
+    delta = np.array([[2e216, -3.5e-18, -7.4e74, 7.1e108, 1.2e92, 1.1e187, -1.3e219]])
+    with jax.enable_x64(True):
+        for p in (1, 1.5, 4, 7.0):
+            eps = 0.93 * ca.reach(x, delta, p=p)[:, 0]
+            found = jax.jit(lambda x, delta, eps, p=p: ca.rescale(x, delta, eps, p=p))(x, delta, eps)
+            np.testing.assert_allclose(found, ca.rescale(x, delta, eps, p=p), rtol=1e-12)
+
+
 def test_two_devices():
     code = """if True:
     import jax, jax.numpy as jnp, clipaware as ca

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ import torch
 
 import clipaware as ca
 from clipaware.reference import norm64
+from conftest import NUMPY_DTYPES
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 keras = pytest.importorskip("keras", reason="Keras is not installed")
@@ -110,6 +114,24 @@ def test_at_most_is_a_promise_in_a_graph(dtype):
     norms = norm64(v.numpy().astype(float), x.numpy().astype(float), 2)
     assert (norms <= EPS).all()
     assert (norms > EPS * (1 - (1e-6 if dtype == "float32" else 1e-3))).all()
+
+
+def test_at_most_is_a_promise_of_code_that_xla_optimises():
+    """Unlike the others here: then a product and a sum may be rounded once, and elsewhere in the program separately."""
+    code = """if True:
+    import numpy as np, tensorflow as tf, clipaware as ca
+    from clipaware.reference import norm64
+    rng = np.random.default_rng(0)
+    x, delta = rng.random((2560, 2), np.float32), rng.standard_normal((2560, 2), np.float32)
+    perturb = tf.function(lambda x, delta: ca.perturb(x, delta, 0.3, p=4, mode="at_most"), autograph=False)
+    v = perturb(tf.constant(x), tf.constant(delta)).numpy()
+    norms, plain = (norm64(a.astype(float), x.astype(float), 4) for a in (v, np.clip(x + delta, 0, 1)))
+    assert (norms <= 0.3).all(), (norms > 0.3).sum()
+    assert (norms >= np.minimum(0.3, plain) * (1 - 1e-6)).all()
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 # --- dimensions that are not known ------------------------------------------------------------------------------------
@@ -267,6 +289,14 @@ def test_what_is_not_a_dense_tensor_of_numbers_is_refused():
             ca.perturb(bad, bad, 0.1)
     with pytest.raises(TypeError, match="delta is a numpy array, expected a tensorflow array"):
         ca.perturb(x, D, 0.1)
+
+
+@pytest.mark.parametrize("upper", [8e-39, np.full(4, 8e-39), np.full((1, 1), 8e-39)], ids=["number", "row", "column"])
+def test_subnormal_bounds_of_bfloat16(upper):
+    """To TensorFlow's own casts they are 0, and x would be outside of them."""
+    x, delta = (np.array(a, NUMPY_DTYPES["bfloat16"]) for a in ([[6e-39] * 4], [[1, -1, 2, 0.5]]))
+    v = ca.perturb(tf.constant(x), tf.constant(delta), 1.0, bounds=(0 * upper, upper))
+    np.testing.assert_array_equal(v.numpy(), np.where(delta > 0, x.dtype.type(8e-39), x * 0))
 
 
 # --- derivatives ------------------------------------------------------------------------------------------------------

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -325,3 +328,42 @@ def test_twice_the_same_bits(gpu):
 def test_one_element_and_none(gpu):
     np.testing.assert_allclose(gpu.perturb(np.full((3, 1), 0.5), np.full((3, 1), -2.0), 0.2), 0.3)
     assert gpu.perturb(np.zeros((0, 4)), np.zeros((0, 4)), 0.2).shape == (0, 4)
+
+
+def test_the_kernels_compile():
+    """For a GPU that need not be there: the interpreter takes what the compiler refuses."""
+    code = """if True:
+    import torch, triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from clipaware._kernels import triton as kernels
+
+    names = dict(float16="fp16", float32="fp32", float64="fp64", int32="i32", int64="i64")
+    compiled = set()
+
+    def launch(kernel, programs, arguments, key, constants):
+        given = constants()
+        kinds = ["*" + names[str(a.dtype)[6:]] if hasattr(a, "dtype") else "i64" for a in arguments]
+        kinds += ["constexpr"] * (len(kernel.arg_names) - len(kinds))
+        signature = dict(zip(kernel.arg_names, kinds))
+        values = {(i,): given[name] for i, name in enumerate(kernel.arg_names) if name in given}
+        options = {name: given[name] for name in ("num_warps", "maxnreg") if name in given}
+        triton.compile(ASTSource(kernel, signature, values), target=GPUTarget("cuda", 90, 32), options=options)
+        compiled.add(kernel.fn.__name__)
+
+    kernels._launch = launch
+    solve, reach, vjp = (function.__wrapped__ for function in (kernels.solve, kernels.reach, kernels.vjp))
+    for dtype, p, n, mode in (
+        (torch.float32, 2.0, 300, "equal"), (torch.float64, 1.7, 20, "at_least"), (torch.float16, 1.0, 20000, "at_most")
+    ):
+        x, row = torch.zeros(2, n, dtype=dtype), torch.ones(2, 1, dtype=torch.float64)
+        solve(x, x, row, 0.0, 1.0, p, mode, True)
+        reach(x, x, 0.0, 1.0, p)
+        vjp(x, x, row, 0.0, 1.0, p, row, row.long(), x, None, (True, True, True))
+    print(*sorted(compiled))
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    every = "_nodes _pull_rows _pull_sums _pull_write _reach_parts _reach_rows _rounds _solve_rows _start _write"
+    assert run.stdout.split() == every.split()

@@ -30,10 +30,10 @@ class Backend:
     alone: bool = True  # whether a row alone gives the same bits as in a batch
     enter: Callable[[], Any] = ExitStack
     counts: bool = False  # whether passes can be counted
-    by_exponents: bool = False  # whether powers of float64 are those of two
     slack: float = 2.0**-46  # of eps, by which at_most may stay below it
     pull: Callable[..., Any] | None = None  # of a function, its arguments and a cotangent, gradients; None of constants
-    flushes: bool = False  # whether that takes subnormal numbers for 0
+    flushes: bool = False  # whether a cast takes subnormal numbers for 0
+    pulls_normal: bool = False  # whether `pull` does
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def _cuda() -> Backend:
         raise ImportError("PyTorch finds no GPU")
     # Code for an order, a dtype and a shape takes long to make, and is used for many rows then.
     profile = Profile(subnormal64=False, least_rows=128, most_rows=256, few_orders=True)
-    return _torch("cuda", "cuda", alone=False, profile=profile, by_exponents=True)
+    return _torch("cuda", "cuda", alone=False, profile=profile)
 
 
 def _triton() -> Backend:
@@ -120,7 +120,7 @@ def _triton() -> Backend:
 
     # Its rounding to bfloat16 is not a GPU's.
     profile = Profile(("float16", "float32", "float64"), subnormal64=False, longest=2000, most_rows=8)
-    return _torch("triton", enter=enter, alone=False, profile=profile, by_exponents=True)
+    return _torch("triton", enter=enter, alone=False, profile=profile)
 
 
 def _jax(name: str = "jax", x64: bool = True, **options: Any) -> Backend:
@@ -147,11 +147,12 @@ def _jax(name: str = "jax", x64: bool = True, **options: Any) -> Backend:
             stack.enter_context(patched("clipaware._backends.jax", _at_hand=lambda *arrays: False))
         return stack
 
-    return Backend(name, make, np.asarray, enter=enter, pull=pull, flushes=True, **options)
+    return Backend(name, make, np.asarray, enter=enter, pull=pull, flushes=True, pulls_normal=True, **options)
 
 
 def _jax_operations() -> Backend:
-    return _jax("jax-operations", profile=Profile(few=True, subnormal=False))
+    # For another number of rows, XLA compiles other code.
+    return _jax("jax-operations", alone=False, profile=Profile(few=True, subnormal=False))
 
 
 def _jax32() -> Backend:
@@ -161,7 +162,7 @@ def _jax32() -> Backend:
 
 def _jax32_operations() -> Backend:
     profile = Profile(("float16", "bfloat16", "float32"), few=True, subnormal=False, single_eps=True)
-    return _jax("jax32-operations", x64=False, profile=profile, slack=2.0**-22)  # it adds up in float32
+    return _jax("jax32-operations", x64=False, alone=False, profile=profile, slack=2.0**-22)  # it adds up in float32
 
 
 def _tensorflow(name: str = "tensorflow", **options: Any) -> Backend:
@@ -175,7 +176,7 @@ def _tensorflow(name: str = "tensorflow", **options: Any) -> Backend:
         bars = iter(tape.gradient(v, watched, g))
         return [next(bars) if isinstance(a, tf.Tensor) else None for a in arguments]
 
-    return Backend(name, lambda a: tf.constant(np.array(a)), lambda a: a.numpy(), pull=pull, **options)
+    return Backend(name, lambda a: tf.constant(np.array(a)), lambda a: a.numpy(), pull=pull, flushes=True, **options)
 
 
 def _tensorflow_operations() -> Backend:
@@ -213,9 +214,7 @@ def _cupy() -> Backend:
     if not cupy.is_available():
         raise ImportError("CuPy finds no GPU")
     profile = Profile(("float16", "float32", "float64"), subnormal=False, most_rows=256)
-    return Backend(
-        "cupy", lambda a: cupy.asarray(np.array(a)), lambda a: a.get(), profile, alone=False, by_exponents=True
-    )
+    return Backend("cupy", lambda a: cupy.asarray(np.array(a)), lambda a: a.get(), profile, alone=False)
 
 
 LOADERS: dict[str, Callable[[], Backend]] = {

@@ -99,11 +99,6 @@ class Checker:
         t = self.truth
         with np.errstate(all="ignore"):
             self.tol = np.full_like(t.eps, NORM[batch.dtype])
-            if backend.by_exponents and batch.dtype == "float64" and batch.p not in (1, 2, math.inf):
-                # Of elements that are smaller than the largest, the exponent of two is rounded.
-                least = np.where(t.moves, t.size, np.inf).min(axis=1, keepdims=True, initial=np.inf)
-                octaves = np.log2(t.size.max(axis=1, keepdims=True, initial=0) / least)
-                self.tol += np.where(t.zero, 0, octaves * ULP["float64"] / 2 * math.log(2))
             zone = ZONE * self.u + ZONE * ULP["float64"]
             # What is smaller than the smallest normal number may count as 0.
             self.floor = L(LEAST_NORMAL[working(batch.dtype)])

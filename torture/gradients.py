@@ -283,7 +283,7 @@ def compare(checker: Checker, g: Array, answers: tuple[Answer, Answer], way: str
     call, t, out, batch = checker.call, checker.truth, checker.out, checker.batch
     sure = answers[0].sure & answers[1].sure
     lost = sure & False
-    if way == "autodiff" and checker.backend.flushes:
+    if way == "autodiff" and checker.backend.pulls_normal:
         least = LEAST_NORMAL[working(batch.dtype)]
         for a in (t.given, t.delta, t.room):
             lost |= ((np.abs(a) < least) & (a != 0)).any(axis=1, keepdims=True)

@@ -269,9 +269,10 @@ class Passes:
         """Whether d^p itself is safe: a small p, and nothing above the unit yet."""
         return self.rows.p <= 4 and top is self.rows.top
 
-    def unit(self, top: Array) -> Array:
-        """What d is measured in before it is raised to p."""
-        return 1.0 if self.plain(top) else top / self.m_of(top)
+    def per_unit(self, top: Array) -> Array:
+        """1 over what d is measured in before it is raised to p. To multiply with: of something over a quotient XLA
+        makes a quotient of products, and those overflow."""
+        return 1.0 if self.plain(top) else self.m_of(top) / top
 
     def m_of(self, top: Array) -> Array:
         return self.m if top is self.rows.top else self.rows.be.pow2(top, self.rows.numerics)
@@ -300,7 +301,7 @@ class Passes:
         breakpoints = quotient(rows, tile, w, d)
         if not self.plain(top):
             # What exceeds `top` is clipped by now and counts for nothing, but its power must stay finite.
-            d = be.clip(d * rows.pick(1 / self.unit(top), tile), -1.0, 1.0)
+            d = be.clip(d * rows.pick(self.per_unit(top), tile), -1.0, 1.0)
         piece = breakpoints, raised(rows, tile, d, in_place=False), raised(rows, tile, w, in_place=True)
         if rows.keep:
             self.kept[tile[2]] = piece
@@ -310,7 +311,7 @@ class Passes:
         """The T of naive rescaling, as if nothing clipped: never right of the root. And the sum of d^p."""
         rows = self.rows
         total = rows.fold("sum", lambda tile: rows.be.row_sum(self.piece(tile, rows.top)[1]))
-        return (self.target / total) ** (1 / rows.p) / self.unit(rows.top), total
+        return (self.target / total) ** (1 / rows.p) * self.per_unit(rows.top), total
 
     def sums(self, T: Array, top: Array) -> tuple[Array, Array]:
         """A and C."""
@@ -416,39 +417,48 @@ def newton(
     zero = top * 0
 
     def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
-        count, T, lo, C, last_T, last_A, hard, done = state
+        count, T, lo, C, last_T, last_A, spent, hard, done = state
         A, C_here = passes.sums(T, top)
+        spent = be.where(done, spent, spent + 1)
         C = be.where(done, C, C_here)
         hard = hard | (~done & ((A < tiny) | (C >= target)))
         done = done | hard
-        root = root_of(be, (target - C) / A, p) / passes.unit(top)
+        root = root_of(be, (target - C) / A, p) * passes.per_unit(top)
         first = root if total is None else extrapolated(be, p, T, root, A / total, C / target)
         better = be.where(last_A > 0, curved(be, p, T, root, A, (last_T, last_A)), first)
         lo, better = be.where(done, lo, root), be.where(done, T, better)
-        return count + 1, better, lo, C, T, A, hard, done | (abs(better - T) <= settled * better)
+        return count + 1, better, lo, C, T, A, spent, hard, done | (abs(better - T) <= settled * better)
 
-    state = (0, start, zero if total is None else start, zero, start, zero, zero > 0, done)
+    state = (0, start, zero if total is None else start, zero, start, zero, zero, zero > 0, done)
     state = loop(be, step, state, NEWTON_PASSES)
-    count, T, lo, C, _, _, hard, done = state
+    count, T, lo, C, _, _, spent, hard, done = state
     hard = hard | ~done
 
     def with_care(count: Any, T: Array, top: Array, C: Array, short: Array) -> tuple[Any, ...]:
-        return guarded_newton(passes, T, lo, C, ~hard, target, settled, count)
+        return guarded_newton(passes, T, lo, C, ~hard, target, settled, count, spent)
 
     count, T, top, C, short = when(be, hard, with_care, count, T, top, C, zero > 0)
     return T, top, C, short, count
 
 
 def guarded_newton(
-    passes: Passes, T: Array, lo: Array, C: Array, done: Array, target: Array, settled: float, count: Any
+    passes: Passes,
+    T: Array,
+    lo: Array,
+    C: Array,
+    done: Array,
+    target: Array,
+    settled: float,
+    count: Any,
+    spent: Array,
 ) -> tuple[Any, Array, Array, Array, Array]:
     """Newton for rows that need more care: a start too far right, targets out of reach, sums that underflow, and
     breakpoints in geometric progression, which take a bracket and every other pass a bisection of it. `lo` is not right
-    of the root."""
+    of the root; `spent` are a row's own passes so far, on which it depends alone."""
     be, p, numerics = passes.rows.be, passes.rows.p, passes.rows.numerics
 
     def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
-        count, T, top, lo, hi, from_left, C_old, done = state
+        count, T, top, lo, hi, from_left, C_old, spent, done = state
         A, C = passes.sums(T, top)
         lost = (A < numerics.tiny) & ~done
 
@@ -465,14 +475,15 @@ def guarded_newton(
         )
         over = C >= target
         regular = ~over & (A > 0)
-        root = root_of(be, be.where(regular, (target - C) / be.where(A > 0, A, 1.0), 0.0), p) / passes.unit(near)
+        root = root_of(be, be.where(regular, (target - C) / be.where(A > 0, A, 1.0), 0.0), p) * passes.per_unit(near)
 
         arrived = regular & be.where(from_left, root <= T * (1 + settled), abs(root - T) <= settled * T)
         stay = (nothing_left & ~over) | (over & from_left)
         hi = be.where(over | (regular & (root < T)), be.minimum(hi, T), hi)
         lo = be.where(regular, be.maximum(lo, root), lo)
         closed = hi <= lo * (1 + settled)
-        bisect = ~closed & from_left & (count >= NEWTON_PASSES)
+        spent = be.where(lost, spent + 2, spent + 1)
+        bisect = ~closed & from_left & (spent > NEWTON_PASSES)
         following = be.where(bisect, be.sqrt(lo) * be.sqrt(hi), lo)
         # From the left no step goes back: what would is rounding, which a flat slope makes much of.
         following = be.where(arrived & (~from_left | (root > T)), root, following)
@@ -490,14 +501,15 @@ def guarded_newton(
             be.minimum(hi * back, HUGE),
             ~bisect,
             be.where(done, C_old, C),
+            spent,
             done | stay | arrived | closed,
         )
 
     most, ceiling = passes.most(), passes.ceiling()
     short = (most < target) & ~done
     T, C = be.where(short, ceiling, T), be.where(short, most, C)
-    state = (count, T, passes.rows.top, lo, be.minimum(ceiling, HUGE), T <= lo, C, done | short)
-    count, T, top, _, _, _, C, _ = loop(be, step, state, MAX_PASSES)
+    state = (count, T, passes.rows.top, lo, be.minimum(ceiling, HUGE), T <= lo, C, spent, done | short)
+    count, T, top, _, _, _, C, _, _ = loop(be, step, state, MAX_PASSES)
     # Next to the reach, what is missing is but rounding, and a step that makes up for it may be too long.
     return count, be.where(top == passes.rows.top, be.minimum(T, ceiling), T), top, C, short
 
@@ -550,7 +562,7 @@ def solve(
     m = passes.m_of(top)
     large = be.pow2(512 * be.minimum(T, 2.0**100), numerics) / 512
     shift = be.maximum(be.minimum(large, m * (numerics.far / 2)), 1.0)
-    K, m = T / shift / passes.inv, m / shift
+    K, m = be.minimum(T / shift, HUGE) / passes.inv, m / shift  # of two quotients, XLA would make one
 
     held = K > m if mode == "at_most" else K < m if mode == "at_least" else K < 0
     if mode == "at_most":
@@ -745,9 +757,13 @@ def reach(rows: Rows) -> Array:
         return largest
     finite = (largest > 0) & (largest < math.inf)
     unit = be.maximum(be.where(finite, largest, 1.0), rows.numerics.least)
-    total = rows.fold(
-        "sum", lambda tile: be.row_sum(power(be, be.minimum(rooms(tile) * rows.pick(1 / unit, tile), 2.0), p))
-    )
+    # In two steps: the reciprocal of a large unit may be too small a number.
+    m = be.pow2(unit, rows.numerics)
+
+    def parts(tile: Any) -> Array:
+        return rooms(tile) * rows.pick(1 / m, tile) * rows.pick(m / unit, tile)
+
+    total = rows.fold("sum", lambda tile: be.row_sum(power(be, be.minimum(parts(tile), 2.0), p)))
     return be.where(finite, total ** (1 / p) * unit, largest)
 
 

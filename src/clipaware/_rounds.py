@@ -37,6 +37,7 @@ MOST = np.finfo(np.float64).max
 TINY, LIFT = 2.0**-500, 2.0**500  # rows of smaller deltas are worked on with this multiple of them
 FINEST = 2.0**-44  # the least share of the way outwards at which a scale is tried
 FEWEST, MOST_TRIES, TRIED = 128, 512, 2**19  # scales that are tried, and elements in all for a row to have more of them
+LANES = 64  # sums that share a bin, without compiled code
 
 
 class Look(NamedTuple):
@@ -197,7 +198,8 @@ def _scale(index: Array, numerics: Numerics) -> Array:
 
 
 def _sum(a: Array) -> Array:
-    return a.sum(axis=-1, keepdims=True, dtype=np.float64)
+    # NumPy adds up by halves what lies side by side, and the rest one after another.
+    return np.ascontiguousarray(a).sum(axis=-1, keepdims=True, dtype=np.float64)
 
 
 def _rooms(block: _math.Block, eps: Array) -> Array:
@@ -317,8 +319,11 @@ def tally(x: Array, delta: Array, eps: Array, lower: Array, upper: Array, state:
         some = counted[row]
         where, of_row = place[row, some], found[row]
         steepness = unit[row if len(unit) > 1 else 0][where] * d[row, some]
+        # In lanes: one after another, many equal terms would drift.
+        lanes = where * LANES + np.arange(where.size) % LANES
         for i, a in enumerate((steepness, w[row, some])):
-            of_row[:, i] = np.bincount(where, _math.power(host, np.minimum(a, 2.0), p), bins + 2)
+            sums = np.bincount(lanes, _math.power(host, np.minimum(a, 2.0), p), (bins + 2) * LANES)
+            of_row[:, i] = sums.reshape(bins + 2, LANES).sum(axis=1)
         np.minimum.at(of_row[:, 2], where, q[row, some])
         np.maximum.at(of_row[:, 3], where, q[row, some])
     return found.reshape(rows, -1)

@@ -316,8 +316,14 @@ def _numerics(x: Array) -> Numerics:
     return DOUBLE if x.dtype == _xp(x).float64 else SINGLE
 
 
-def _groups(*problem: Any) -> Any:
-    x = problem[0]
+def _by_rows(a: Array) -> Array:
+    """With rows that lie in memory one after another: along others, NumPy's sums are not by halves and drift."""
+    return reshape(reshape(a, (-1,)), a.shape)
+
+
+def _groups(x: Array, delta: Array, *others: Any) -> Any:
+    x, delta = _by_rows(x), _by_rows(delta)
+    problem = x, delta, *others
     on_cpu = _on_cpu(x)
     size = GROUP if on_cpu else BATCH
     # As large as a group, there is one tile to it, unless a row alone is larger.
@@ -395,6 +401,7 @@ def vjp(
     like = x, delta, eta, lower, upper
     if not rows * n:
         return tuple(xp.zeros_like(a) for a in like)
+    x, delta, g = _by_rows(x), _by_rows(delta), _by_rows(g)
     height = max(1, (GROUP if _on_cpu(x) else BATCH) // n)
     found = []
     with np.errstate(all="ignore"):

@@ -844,7 +844,7 @@ def perturb_vjp(
 def _unbroadcast(bar: Array, came: tuple[int, ...]) -> Array:
     """Summed to the shape that a bound came in."""
     extra = bar.ndim - len(came)
-    axes = tuple(i for i in range(bar.ndim) if i < extra or (came[i - extra] == 1 < bar.shape[i]))
+    axes = tuple(i for i in range(bar.ndim) if i < extra or (came[i - extra] == 1 != bar.shape[i]))
     bar = bar.sum(axis=axes, keepdims=True, dtype=np.float64) if axes else bar
     return bar[(0,) * extra]
 

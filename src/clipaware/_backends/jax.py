@@ -305,7 +305,14 @@ def _block(x: Array, delta: Array, lower: Array, upper: Array, numerics: Numeric
 
 def _rounded(v: Array, dtype: str) -> Array:
     """v as an array of that dtype holds it. Not by a cast and back, which XLA may take for superfluous."""
-    return lax.reduce_precision(v, *HALVES[dtype]) if dtype in HALVES else v
+    if dtype not in HALVES:
+        return v
+    near = lax.reduce_precision(v, *HALVES[dtype])
+    if dtype == "bfloat16":
+        return near
+    # There, subnormal numbers are 0. In float16 they are multiples of 2^-24, and not that small.
+    small = lax.round(v * 2.0**24, lax.RoundingMethod.TO_NEAREST_EVEN) * 2.0**-24
+    return jnp.where(abs(v) < 2.0**-14, small, near)
 
 
 def _as_rows(samples: int, x: Array, *others: Array) -> list[Array]:

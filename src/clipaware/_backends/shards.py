@@ -161,8 +161,8 @@ class Shards:
         for _ in range(ROUNDS):
             nodes = torch.cat((zero, low * (high / low) ** steps, far), dim=1)
             A, C = sums(nodes)
-            unit = passes.unit(rows.top)
-            root, low, high = _interpolated(nodes[:, :-1], A[:, :-1], C[:, :-1], passes.target, unit, rows.p)
+            per_unit = passes.per_unit(rows.top)
+            root, low, high = _interpolated(nodes[:, :-1], A[:, :-1], C[:, :-1], passes.target, per_unit, rows.p)
             usable = (low > 0) & (root < math.inf) & ~still
             found = torch.where(usable, root, found)
             # Nothing to look for where even everything at its bound is not enough.
@@ -410,14 +410,14 @@ def _of_sample(rows: Rows, look: Look, still: Array) -> tuple[Array, Array]:
     return torch.where(usable, eta, naive), torch.clamp(off, 1e-3, 1.0)
 
 
-def _interpolated(T: Array, A: Array, C: Array, target: Array, unit: Any, p: float) -> tuple[Array, Array, Array]:
+def _interpolated(T: Array, A: Array, C: Array, target: Array, per_unit: Any, p: float) -> tuple[Array, Array, Array]:
     """The root, as nearly as the sums at these T tell, and two T between which it is.
 
     In t = T^p, C + A*t has the slope A, and values and slopes at the two T around the root make a cubic polynomial for
     t. It is kept between the tangents, left of which there is no root, and the chord, right of which there is none.
     """
     last = T[:, -1:]
-    t, slope = (T / last) ** p, A * (last * unit) ** p
+    t, slope = (T / last) ** p, A * (last / per_unit) ** p
     f = C + slope * t
     place = torch.clamp((f <= target).sum(dim=1, keepdim=True) - 1, 0, T.shape[1] - 2)
     t0, f0, slope0, t1, f1, slope1 = (a.gather(1, place + i) for i in (0, 1) for a in (t, f, slope))

@@ -257,7 +257,7 @@ def sum_axes(a: Array, axes: tuple[int, ...]) -> Array:
 
 def number(value: Any, like: Array) -> Array:
     """A bound for all rows and elements."""
-    return tf.constant([[float(value)]], like.dtype)
+    return _as_tensor([[float(value)]], like.dtype)
 
 
 def wide_number(value: Any, like: Array) -> Array:
@@ -280,7 +280,11 @@ def returned(a: Any, like: Array) -> Array:
 
 
 def _as_tensor(a: Any, dtype: Any) -> Array:
-    return tf.cast(a if is_array(a) else tf.constant(np.asarray(a, np.float64)), dtype)
+    if is_array(a):
+        return tf.cast(a, dtype)
+    # Not by TensorFlow, to whose casts subnormal numbers are 0.
+    with np.errstate(over="ignore"):
+        return tf.constant(np.asarray(a, np.float64).astype(dtype.as_numpy_dtype))
 
 
 def result(a: Array, x: Array) -> Array:
@@ -371,7 +375,10 @@ def _solved(
         return where(bad, np.nan, found.K / found.m), found.status
 
     def store(tile: Any, block: Block, direction: Array, k: Array) -> Array:
-        v = clip(direction * k + block.x, block.lower, block.upper)
+        # XLA may round a product and a sum once, here and not there, and then what is measured is not what is returned.
+        # In float64 the product of two float32 is exact.
+        moved = tf.cast(widen(direction) * widen(k) + widen(block.x), block.x.dtype)
+        v = clip(moved, block.lower, block.upper)
         return _rounded(v, x.dtype) if half else v
 
     found, v = _math.write(group, found, mode, store, half)

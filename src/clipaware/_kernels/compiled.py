@@ -1308,10 +1308,18 @@ def _room(x, delta, low, high, inv):
 
 
 @step
+def _added(total, lost, z):
+    """total + z, and what that loses to rounding: a sum of many equal terms would drift."""
+    z -= lost
+    new = total + z
+    return new, (new - total) - z
+
+
+@step
 def _look_ahead(x, delta, a, b, inv, enough, p, order, found):
     bad, top, unit, total, most = found[0], found[1], found[2], found[3], found[4]
     least, last, largest, far = found[5], found[6], found[7], found[8]
-    per = 1 / unit
+    per, of_total, of_most = 1 / unit, 0.0, 0.0
     for i in range(x.size):
         d = np.float64(abs(delta[i]))
         low, high = at(a, i), at(b, i)
@@ -1326,11 +1334,15 @@ def _look_ahead(x, delta, a, b, inv, enough, p, order, found):
             least, last = min(least, q), max(last, q)
             if w >= enough:
                 largest = max(largest, d)
-            most = max(most, w) if p == np.inf else most + raised(w, p, order)
+            if p == np.inf:
+                most = max(most, w)
+            else:
+                most, of_most = _added(most, of_most, raised(w, p, order))
             if d > unit:
-                total *= raised(unit / d, p, order)
+                smaller = raised(unit / d, p, order)
+                total, of_total = total * smaller, of_total * smaller
                 unit, per = d, 1 / d
-            total += raised(d * per if per < np.inf else d / unit, p, order)
+            total, of_total = _added(total, of_total, raised(d * per if per < np.inf else d / unit, p, order))
     found[0], found[1], found[2], found[3], found[4] = bad, top, unit, total, most
     found[5], found[6], found[7], found[8] = least, last, largest, far
 
@@ -1359,7 +1371,7 @@ def _sides(x, delta, a, b, inv, start, end, p, order):
 
 
 @step
-def _tally(x, delta, a, b, inv, first, shift, edges, p, order, found):
+def _tally(x, delta, a, b, inv, first, shift, edges, p, order, found, lost):
     bins = edges.size - 1
     start, end = edges[0], edges[bins]
     for i in range(x.size):
@@ -1368,9 +1380,9 @@ def _tally(x, delta, a, b, inv, first, shift, edges, p, order, found):
         if w >= start * d and w < end * d and w > 0:
             q = w / d
             k = min(max((bits_of(q) - first) >> shift, 0), bins - 1)
-            mine = found[k + 1]
-            mine[0] += raised(edges[k] * d, p, order)
-            mine[1] += raised(w, p, order)
+            mine, missing = found[k + 1], lost[k + 1]
+            mine[0], missing[0] = _added(mine[0], missing[0], raised(edges[k] * d, p, order))
+            mine[1], missing[1] = _added(mine[1], missing[1], raised(w, p, order))
             mine[2], mine[3] = min(mine[2], q), max(mine[3], q)
 
 
@@ -1379,17 +1391,19 @@ def tally_rows(x, delta, lower, upper, done, inv, first, shift, edges, p, order,
     """Into bins between `edges`, whose bits are evenly spaced, go the breakpoints min(s/eps, 1)/|delta| of each row:
     sums of (edge*|delta|)^p and of min(s/eps, 1)^p, the least and the largest. Below and above there is a bin each."""
     bins = edges.shape[1] - 1
+    lost = np.empty((bins + 2, 2))
     for i in range(x.shape[0]):
         if done[i] == 0:
+            lost[:] = 0.0
             a, b, sides = of_row(lower, i), of_row(upper, i), (edges[i, 0], edges[i, bins])
             for left in range(0, x.shape[1], 64):
                 right = min(left + 64, x.shape[1])
                 part = x[i, left:right], delta[i, left:right], cut(a, left, right), cut(b, left, right)
                 below, above, inside = _sides(*part, inv[i], *sides, p, order)
-                found[i, 0, 1] += below
-                found[i, bins + 1, 0] += above
+                found[i, 0, 1], lost[0, 1] = _added(found[i, 0, 1], lost[0, 1], below)
+                found[i, bins + 1, 0], lost[bins + 1, 0] = _added(found[i, bins + 1, 0], lost[bins + 1, 0], above)
                 if inside > 0:
-                    _tally(*part, inv[i], first[i], shift[i], edges[i], p, order, found[i])
+                    _tally(*part, inv[i], first[i], shift[i], edges[i], p, order, found[i], lost)
 
 
 @step

@@ -86,10 +86,30 @@ OPENING, MIDDLE, CLOSING = (tl.constexpr(i) for i in (0, 1, 2))
 
 
 @triton.jit
+def _octaves(z):
+    """z >= 0 as m*2^e, with m from sqrt(1/2) to sqrt(2); and e, which is a float64 too."""
+    bits = z.to(tl.int64, bitcast=True)
+    m = ((bits & ((1 << 52) - 1)) | (1023 << 52)).to(tl.float64, bitcast=True)
+    high = m > 1.4142
+    return tl.where(high, m / 2, m), ((bits >> 52) - tl.where(high, 1022, 1023)).to(tl.float64)
+
+
+@triton.jit
+def _of_octaves(z, whole, part):
+    """2^(whole + part), by whole octaves and the rest of them, which is then small; of z = 0, infinity and NaN, z."""
+    number = tl.minimum(tl.maximum(tl.floor(whole + part + 0.5), -1023.0), 1024.0)
+    scale = ((number.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
+    y = scale * tl.exp2(tl.minimum(tl.maximum((whole - number) + part, -1.0), 1.0))
+    return tl.where(z > 0, tl.where(z < INF, y, z), tl.where(z < 0, float("nan"), z))
+
+
+@triton.jit
 def _power(z, P: tl.constexpr, FAST: tl.constexpr):
     """z^P; `FAST` to about 1e-6."""
     if P == 1:
         y = z
+    elif P == 1.5 and z.dtype == tl.float64:
+        y = z * tl.sqrt(z)
     elif P == 2:
         y = z * z
     elif P == 3:
@@ -100,8 +120,14 @@ def _power(z, P: tl.constexpr, FAST: tl.constexpr):
         y = z * 0 + 1
     elif FAST:
         y = tl.exp2(P * tl.log2(z))
+    elif z.dtype == tl.float32:
+        y = tl.exp2(P * tl.log2(z.to(tl.float64))).to(tl.float32)
     else:
-        y = tl.exp2(P * tl.log2(z.to(tl.float64))).to(z.dtype)
+        # The logarithm of a number far from 1 is large, and its rounding too.
+        m, e = _octaves(z)
+        order = e * 0 + P
+        whole = e * order
+        y = _of_octaves(z, whole, tl.log2(m) * order + tl.fma(e, order, -whole))
     return y
 
 
@@ -112,8 +138,13 @@ def _root(q, P: tl.constexpr):
         y = q
     elif P == 2:
         y = tl.sqrt(q)
-    else:
+    elif q.dtype == tl.float32:
         y = tl.exp2(tl.log2(q) / P)
+    else:
+        m, e = _octaves(q)
+        order = e * 0 + P
+        whole = e / order
+        y = _of_octaves(q, whole, (tl.log2(m) + tl.fma(-whole, order, e)) / order)
     return y
 
 
@@ -241,6 +272,16 @@ def _moved(elements, first, rest, corner, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _term(z, P: tl.constexpr):
+    """z^P; in float64 where it may be no float32."""
+    if P > 4 and z.dtype == tl.float32:
+        y = tl.exp2(P * tl.log2(z.to(tl.float64)))
+    else:
+        y = _power(z, P, False)
+    return y
+
+
+@triton.jit
 def _tile(
     elements, first, rest, inv, corner, P: tl.constexpr, WHAT: tl.constexpr, DTYPE: tl.constexpr, ULP: tl.constexpr
 ):
@@ -276,11 +317,11 @@ def _tile(
             two = one
         elif WHAT == BEGIN:
             wrong = (x - x) + tl.where((lower <= upper) & (lower < INF) & (upper > -INF), 0.0, float("nan"))
-            one, two = _power((size * first) * rest, P, False) + wrong, _power(room, P, False)
+            one, two = _term((size * first) * rest, P) + wrong, _term(room, P)
         else:
             z = (size * first) * rest
             clipped = z >= room
-            power = _power(tl.minimum(z, room), P, False)
+            power = _term(tl.minimum(z, room), P)
             one, two = tl.where(clipped, 0.0, power), tl.where(clipped, power, 0.0)
     return one, two
 
@@ -515,6 +556,21 @@ def _solve_plainly(
         going = (tl.abs(norm - 1) > 1.5e-7) & (count < 4)
         k = tl.where(going, k * (1 + (1 - norm) / last_share), k).to(tl.float32)
     fine = fine & (tl.abs(norm - 1) <= 1.5e-7)
+    # What is written is right; but near the reach that leaves eta more room, which it is now known to have used.
+    eta = k.to(tl.float64) * (1 + (1 - norm) / last_share)
+    if fine & (count > 1):
+        # The scale has made good for rounding, of which eta knows nothing.
+        U, C = none, none
+        for i in tl.static_range(TILES):
+            _, x, delta, lower, upper = tiles[i]
+            z, room = tl.abs(delta * k) * inv, tl.where(delta < 0, x - lower, upper - x) * inv
+            power = _power(tl.minimum(z, room), P, True)
+            U, C = U + tl.where(z >= room, 0.0, power), C + tl.where(z >= room, power, 0.0)
+        U, C = tl.reduce((U, C), 0, _add)
+        left = _power((e * inv).to(tl.float32), P, True) - C
+        solvable = (left > 0) & (U > 1e-3)
+        step = _root(tl.where(solvable, left / tl.where(solvable, U, 1.0), 1.0), P)
+        eta = tl.where(solvable, k.to(tl.float64) * step.to(tl.float64), eta)
     if fine:
         for i in tl.static_range(TILES):
             cols, x, delta, lower, upper = tiles[i]
@@ -523,8 +579,7 @@ def _solve_plainly(
                 tl.store(v + cols, kept)
             else:
                 tl.store(v + cols, kept, mask=cols < n)
-    # What is written is right; but near the reach that leaves eta more room, which it is now known to have used.
-    return tl.where(fine, k.to(tl.float64) * (1 + (1 - norm) / last_share), float("nan"))
+    return tl.where(fine, eta, float("nan"))
 
 
 @triton.jit
@@ -566,6 +621,7 @@ def _solve_carefully(
     STEADY: tl.constexpr = 2.0**-49 if DOUBLE else 2.0**-24
     CLOSE: tl.constexpr = 4e-15 if DOUBLE else 2e-7
     TINY: tl.constexpr = 1e-200 if DOUBLE else 1e-25
+    LEAST: tl.constexpr = 1e-290 if DOUBLE or P > 4 else 1e-30  # below it, a sum has lost digits
     AT_MOST: tl.constexpr = MODE == 1
     row = (x, delta, lower, upper)
     cols = tl.arange(0, BLOCK)
@@ -602,7 +658,7 @@ def _solve_carefully(
                 first, rest = _split(c, DOUBLE)
                 c = first.to(tl.float64) * rest.to(tl.float64)
                 U, C = _pass(held, row, n, c, inv, False, P, SUMS, DTYPE, DOUBLE, LOW, UP, BLOCK, HOLDS)
-                fine = (C < target) & (U > 1e-290)
+                fine = (C < target) & (U > LEAST)
                 some_U = tl.where(fine, U, 1.0)
                 root = tl.where(fine, c * _root(tl.where(fine, (target - C) / some_U, 1.0), P), lo)
                 above = U + C >= target
@@ -1046,6 +1102,8 @@ def _write(
     DTYPE: tl.constexpr = v.dtype.element_ty
     CLOSE: tl.constexpr = 4e-15 if DOUBLE else 2.5e-7
     AT_MOST: tl.constexpr = MODE == 1
+    # The scale makes good for rounding, of which eta knows nothing: its own norm is without.
+    APART: tl.constexpr = WRITE and P != INF and not (DOUBLE or HALF)
     real: tl.constexpr = tl.float64 if DOUBLE or AT_MOST else tl.float32
     row = _row(x, delta, lower, upper, x_row, delta_row, lower_row, upper_row, index)
     state += index * STATE
@@ -1073,6 +1131,9 @@ def _write(
                 one = tl.maximum(one, tl.where(wrong == 0, move, INF))
             else:
                 one += _power(move, P, False) + wrong
+            if APART:
+                z = ((tl.abs(along) * first) * rest) * inv
+                two += _power(tl.minimum(z, _room(here, along, low, high) * inv), P, True)
         else:
             room = tl.minimum(_room(here, along, low, high) * inv, 1 + 2.0**-10)
             z = (tl.abs(along) * first) * rest
@@ -1084,7 +1145,7 @@ def _write(
                 ahead = _room(here, along, low, high) / tl.where(along == 0, 1.0, tl.abs(along))
                 ceiling = tl.maximum(ceiling, ahead.to(real))
     mine = partials + index * NODES * parts + part
-    if WRITE:
+    if WRITE and not APART:
         tl.store(mine, (tl.max(one) if P == INF else tl.sum(one)).to(tl.float64))
     else:
         one, two = tl.reduce((one, two), 0, _add)
@@ -1108,7 +1169,7 @@ def _write(
             totals = tl.maximum(totals, some)
         else:
             totals += some
-            if not WRITE:
+            if APART or not WRITE:
                 others += tl.load(there + parts, mask=where < parts, other=0.0, cache_modifier=".cg")
         if AGAIN:
             most = tl.load(there + 2 * parts, mask=where < parts, other=0.0, cache_modifier=".cg")
@@ -1126,7 +1187,11 @@ def _write(
         else:
             right = (tl.abs(norm - 1) <= CLOSE) | ((held | (flag == SETTLED)) & (norm < INF))
         share = tl.load(state + SHARE)
-        found = tl.where(held, 1.0, free if HALF else K * (1 + (1 / norm - 1) / share))
+        if APART:
+            free = K * (1 + (_root(target, P) / _root(tl.sum(others), P) - 1) / share)
+        elif P != INF and not HALF:
+            free = K * (1 + (1 / norm - 1) / share)
+        found = tl.where(held, 1.0, free)
         K *= 1 + tl.minimum(tl.maximum((aim / norm - 1) / share, -0.5), 0.5)
         tl.store(state + KEPT, K)
     else:
@@ -1258,6 +1323,8 @@ def _pull_store(
     """`_math.vjp`. Rows that have no eta have no derivatives."""
     ULP: tl.constexpr = 2.0**-52 if DOUBLE else 2.0**-23
     free, follows, w = _weights(elements, of_eta, of_ratio, inv, code, top, P, ULP)
+    if not DOUBLE:
+        lam = tl.minimum(tl.maximum(lam, -(2.0**127)), 2.0**127)  # infinity times 0 is no number
     pull = _real(lam, DOUBLE) * (w * _real(scale, DOUBLE))
     lost = eta != eta
     nan = float("nan")
