@@ -68,7 +68,7 @@ lint: $(VENV)/dev.stamp
 
 test: lint $(TRITON)/dev.stamp $(VENV)/browser.stamp
 	$(BIN)/python -m pytest -n 2 --dist worksteal
-	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest -n 2 --dist worksteal tests/test_triton.py
+	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest -n 2 --dist worksteal tests/test_triton.py tests/test_torture.py -k triton
 	$(MAKE) docs
 
 # What needs another extra is skipped, with its reason.

@@ -134,6 +134,13 @@ FAULTS = [
         TEXT,
     ),
     Fault(
+        "when the bracket is halved depends on other rows",
+        "_math.py",
+        "bisect = ~closed & from_left & (spent > NEWTON_PASSES)",
+        "bisect = ~closed & from_left & (count >= NEWTON_PASSES)",
+        "tests/test_inputs.py -k needs_care",
+    ),
+    Fault(
         "Newton stops too early",
         "_math.py",
         "return count + 1, better, lo, C, T, A, spent, hard, done | (abs(better - T) <= settled * better)",
@@ -368,6 +375,13 @@ FAULTS = [
         "tests/test_kernels.py tests/test_values.py -k 'finer_units or (numpy and not operations and very_heavy)'",
     ),
     Fault(
+        "sums of samples in parts drift",
+        "_kernels/compiled.py",
+        "return new, (new - total) - z",
+        "return new, 0.0",
+        "tests/test_dask.py -k many_equal",
+    ),
+    Fault(
         "what is nearly in reach is not",
         "_kernels/compiled.py",
         "close_by = rules.p < np.inf and w >= s.target * (1 - 8 * rules.p * rules.ulp)",
@@ -537,6 +551,13 @@ FAULTS = [
         "bars = _math.pulled(be, part, g, h, along, numerics)",
         "bars = _math.pulled(be, part, g, h * 0, along, numerics)",
         "tests/test_jax.py -k 'jacobians or gradients_in_a_trace or second'",
+    ),
+    Fault(
+        "small numbers of float16 are 0",
+        "_backends/jax.py",
+        "return jnp.where(abs(v) < 2.0**-14, small, near)",
+        "return near",
+        "tests/test_edges.py -k 'jax and subnormal_numbers_of_float16'",
     ),
     Fault(
         "tangents under vmap along any axis are along the first",
@@ -949,6 +970,30 @@ FAULTS = [
         "    x = tl.minimum(tl.maximum(x, lower), upper)\n"
         "    s = tl.maximum(tl.where(delta > 0, x - lower, upper - x), 0.0)",
         INTERPRETED.format("modes or numbers"),
+        True,
+    ),
+    Fault(
+        "eta makes good for rounding",
+        "_kernels/triton.py",
+        "if fine & (count > 1):",
+        "if fine & (count > 9):",
+        INTERPRETED.format("small_eps"),
+        True,
+    ),
+    Fault(
+        "sums of few digits are trusted",
+        "_kernels/triton.py",
+        "fine = (C < target) & (U > LEAST)",
+        "fine = (C < target) & (U > 0)",
+        INTERPRETED.format("almost_vanish"),
+        True,
+    ),
+    Fault(
+        "the exponent of a float64 power is rounded",
+        "_kernels/triton.py",
+        "y = _of_octaves(z, whole, tl.log2(m) * order + tl.fma(e, order, -whole))",
+        "y = tl.exp2(P * tl.log2(z))",
+        INTERPRETED.format("far_from_1"),
         True,
     ),
     Fault(

@@ -291,6 +291,37 @@ def test_gradients_near_the_reach(gpu):
     np.testing.assert_allclose(found.cpu(), expected, rtol=3e-4)
 
 
+@pytest.mark.parametrize("p", [1, 2, 3])
+def test_gradients_of_a_small_eps(gpu, p):
+    """They are taken at the scale, and not at one that makes good for the rounding of the array."""
+    x, delta = problem(dtype="float32")
+    eps = 1e-4 * ROW ** (1 / p)
+    _, expected, *_ = ca.perturb_vjp(x, delta, eps, x, p=p)
+    single = [torch.tensor(a, dtype=torch.float32, device=GPU) for a in (x, delta)]
+    leaf = single[1].requires_grad_()
+    (found,) = torch.autograd.grad(ca.perturb(single[0], leaf, eps, p=p), leaf, single[0])
+    np.testing.assert_allclose(found.cpu(), expected, rtol=0, atol=3e-6 * abs(expected).max())
+
+
+@pytest.mark.parametrize("p", [1.5, 3, 4.7, 60])
+def test_powers_of_numbers_far_from_1(gpu, p):
+    """Of one element, whose scale is a quotient whatever the norm."""
+    delta = 10.0 ** np.linspace(-250, 250, 81)[:, None]
+    eta = gpu.rescale(delta * 0, delta, 0.3, p=p, bounds=(-math.inf, math.inf))
+    np.testing.assert_allclose(eta, 0.3 / delta, rtol=4e-15)
+
+
+def test_sums_that_almost_vanish(gpu):
+    """Large elements are clipped long before a small one moves, whose powers are no float32 until then."""
+    x, delta = np.array([[-2.168549, 2.7017596, 0.8192101]]), np.array([[1.469983e-6, 142633.23, 142633.23]])
+    options = {"p": 4, "bounds": (-2.5, 3.75)}
+    single = [torch.tensor(a, dtype=torch.float32, device=GPU) for a in (x, delta)]
+    v = ca.perturb(single[0].requires_grad_(), single[1], 5.972195, **options)
+    (found,) = torch.autograd.grad(v, single[0], single[1])
+    x, delta = (a.detach().double().cpu().numpy() for a in single)
+    np.testing.assert_allclose(found.cpu(), ca.perturb_vjp(x, delta, 5.972195, delta, **options)[0], rtol=1e-5)
+
+
 def test_gradients_that_are_negative_views(gpu):
     x, delta = (torch.tensor(a, device=GPU) for a in problem(rows=2))
     g = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(0)).to(GPU)

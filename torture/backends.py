@@ -116,6 +116,7 @@ def _triton() -> Backend:
         stack, no = ExitStack(), {"_numpy_can": lambda x: False, "values_of": lambda a: None}
         stack.enter_context(patched("clipaware._backends.torch", _kernels_of=lambda x: kernels, **no))
         stack.enter_context(mock.patch.object(interpreter.InterpreterBuilder, "create_splat", splat))
+        stack.enter_context(np.errstate(all="ignore"))  # of which a GPU says nothing
         return stack
 
     # Its rounding to bfloat16 is not a GPU's.
