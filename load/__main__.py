@@ -1,7 +1,8 @@
 """Many threads for minutes, and a million calls: ``python -m load --threads 64 --minutes 5 --calls 1000000``.
 
 Every thread calls what there is, with a problem that it picks by chance, and compares with what one thread got before,
-bit for bit. Then one thread makes small calls, and shapes that are never the same, and memory is not to grow.
+bit for bit. Then one thread makes small calls of each framework, and some of shapes that are never the same, and memory
+is not to grow.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -135,10 +137,10 @@ def growth(number: int, call: Callable[[int], Any]) -> int:
     return resident() - before
 
 
-def small_calls() -> dict[str, Callable[[int], Any]]:
-    """One problem for ever; and shapes, orders and bounds that are hardly ever the same."""
+def small_calls(names: list[str]) -> dict[str, Callable[[int], Any]]:
+    """One problem for ever, of each framework; and of NumPy shapes, orders and bounds that are hardly ever the same."""
     rng = np.random.default_rng(0)
-    x, delta = rng.random((2, 5)), rng.standard_normal((2, 5))
+    x, delta = rng.random((2, 5)).astype(np.float32), rng.standard_normal((2, 5)).astype(np.float32)
     flat, along = rng.random(1000).astype(np.float32), rng.standard_normal(1000).astype(np.float32)
 
     def other(k: int) -> Any:
@@ -146,7 +148,14 @@ def small_calls() -> dict[str, Callable[[int], Any]]:
         x, delta = (a[: rows * n].reshape(rows, n) for a in (flat, along))
         return ca.perturb(x, delta, 0.01, p=1 + k % 99991 / 1e4, bounds=(-k / 1e3, 1 + k / 1e3))
 
-    return {"the same": lambda k: ca.perturb(x, delta, 0.3), "another shape, order and bounds": other}
+    found: dict[str, Callable[[int], Any]] = {"another shape, order and bounds": other} if "numpy" in names else {}
+
+    def same(problem: Any, k: int) -> Any:
+        return ca.perturb(*problem, 0.3)
+
+    for name, (there, _) in converters(names).items():
+        found[f"the same, {name}"] = partial(same, (there(x), there(delta)))
+    return found
 
 
 def main() -> int:
@@ -169,7 +178,7 @@ def main() -> int:
         )
         print(*wrong[:20], sep="\n")
         failed = bool(wrong)
-    for name, call in small_calls().items() if options.calls else ():
+    for name, call in small_calls(options.frameworks).items() if options.calls else ():
         grown = growth(options.calls, call)
         print(f"{options.calls} small calls, {name}: memory grew by {grown / 1024:.0f} kB", flush=True)
         failed |= grown > GROWTH
