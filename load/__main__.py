@@ -150,11 +150,11 @@ def small_calls(names: list[str]) -> dict[str, Callable[[int], Any]]:
 
     found: dict[str, Callable[[int], Any]] = {"another shape, order and bounds": other} if "numpy" in names else {}
 
-    def same(problem: Any, k: int) -> Any:
-        return ca.perturb(*problem, 0.3)
+    def again(problem: Any, k: int) -> Any:
+        return ca.perturb(problem[0], problem[1], 0.3)
 
     for name, (there, _) in converters(names).items():
-        found[f"the same, {name}"] = partial(same, (there(x), there(delta)))
+        found[f"the same, {name}"] = partial(again, (there(x), there(delta)))
     return found
 
 
