@@ -6,7 +6,7 @@
 # make dist        wheel and sdist in dist/, checked, installed and tested in a fresh environment
 # make bench       set up, and measure (writes benchmarks/results/)
 # make torture     set up, and try hostile inputs: MINUTES=10, SEED=0, BACKENDS=numpy,torch (all that are installed)
-# make load        64 threads for five minutes, then a million small calls
+# make load        64 threads for five minutes, then a million small calls of each framework
 # make fuzz        damaged files for five minutes: SEED=0
 # make audit       known vulnerabilities of what is pinned: needs a network
 # make mutants     set up, and see whether the tests find deliberate faults (writes mutants/report.csv): FAULTS='triton'

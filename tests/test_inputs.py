@@ -65,13 +65,16 @@ def test_a_row_does_not_depend_on_the_others(be, n):
                 np.testing.assert_allclose(together[i], alone, rtol=0, atol=single if dtype == "float32" else 1e-14)
 
 
-def test_a_row_that_needs_care_does_not_depend_on_the_others(monkeypatch):
-    """When its bracket is halved for the first time follows from its own passes."""
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("p", [1, 2, 3, 130])
+def test_a_row_that_needs_care_does_not_depend_on_the_others(p, dtype, monkeypatch):
+    """When its bracket is halved for the first time follows from its own passes, and its units from its own sums."""
     monkeypatch.setattr(numpy_backend, "kernels", lambda: None)
     rng = np.random.default_rng(0)
-    x = rng.uniform(-0.6, 0.6, (40, 100))
-    delta = 10 ** rng.uniform(-3, 3, (40, 100)) * rng.choice([-1.0, 1.0], (40, 100))
-    options = {"p": 130, "bounds": (-1, 1)}
+    x = rng.uniform(-0.6, 0.6, (40, 100)).astype(dtype)
+    spread = 6 if p == 1 else 3
+    delta = (10 ** rng.uniform(-spread, spread, (40, 100)) * rng.choice([-1.0, 1.0], (40, 100))).astype(dtype)
+    options = {"p": p, "bounds": (-1, 1)}
     eps = 0.999 * ca.reach(x, delta, **options)[:, 0]
     together = ca.rescale(x, delta, eps, **options)
     alone = [ca.rescale(x[i : i + 1], delta[i : i + 1], eps[i : i + 1], **options)[0] for i in range(40)]

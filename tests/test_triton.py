@@ -303,6 +303,44 @@ def test_gradients_of_a_small_eps(gpu, p):
     np.testing.assert_allclose(found.cpu(), expected, rtol=0, atol=3e-6 * abs(expected).max())
 
 
+def test_gradients_of_a_small_eps_of_longer_rows(gpu):
+    """The same, of so many elements that their rounding adds up."""
+    rng = np.random.default_rng(0)
+    x, delta = (a.astype(np.float32).astype(float) for a in (rng.random((2, 2500)), rng.standard_normal((2, 2500))))
+    for p in (1, 3):
+        eps = 1e-4 * 2500 ** (1 / p)
+        _, expected, *_ = ca.perturb_vjp(x, delta, eps, x, p=p)
+        single = [torch.tensor(a, dtype=torch.float32, device=GPU) for a in (x, delta)]
+        v = ca.perturb(single[0], single[1].requires_grad_(), eps, p=p)
+        (found,) = torch.autograd.grad(v, single[1], single[0])
+        np.testing.assert_allclose(found.cpu(), expected, rtol=0, atol=1e-6 * abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_cotangents_that_are_no_numbers(gpu, dtype):
+    x, delta = (torch.tensor(a, dtype=dtype, device=GPU) for a in ([[0.2, 0.5, 0.4, 0.95]], [[0.3, -0.2, 0.5, 1.0]]))
+    g = torch.tensor([[1.0, math.nan, 1.0, 1.0]], dtype=dtype, device=GPU)
+    (found,) = torch.autograd.grad(ca.perturb(x, delta.requires_grad_(), 0.3), delta, g)
+    np.testing.assert_array_equal(found.cpu(), [[math.nan, math.nan, math.nan, 0]])
+
+
+def test_gradients_of_subnormal_deltas_at_eps_zero(gpu):
+    """The gradient of eps is beyond float32 there, and nothing of it comes to delta."""
+    x, delta = (torch.tensor(a, dtype=torch.float32, device=GPU) for a in ([[0.5, 0.5]], [[1e-42, 2e-42]]))
+    (found,) = torch.autograd.grad(ca.perturb(x, delta.requires_grad_(), 0.0), delta, torch.ones_like(x))
+    np.testing.assert_array_equal(found.cpu(), [[0, 0]])
+
+
+@pytest.mark.parametrize("p", [1.01, 1.3])
+def test_weights_of_numbers_that_are_subnormal(gpu, p):
+    x, delta = np.full((1, 3), 0.5), np.array([[1e200, 1e-110, 1e200]])
+    options = {"p": p, "bounds": (-math.inf, math.inf)}
+    _, expected, *_ = ca.perturb_vjp(x, delta, 0.3, x, **options)
+    given = [torch.tensor(a, device=GPU) for a in (x, delta)]
+    (found,) = torch.autograd.grad(ca.perturb(given[0], given[1].requires_grad_(), 0.3, **options), given[1], given[0])
+    np.testing.assert_allclose(found.cpu()[0, 1], expected[0, 1], rtol=1e-12)
+
+
 @pytest.mark.parametrize("p", [1.5, 3, 4.7, 60])
 def test_powers_of_numbers_far_from_1(gpu, p):
     """Of one element, whose scale is a quotient whatever the norm."""

@@ -202,7 +202,7 @@ def _dask_made(array: Any, batch: bool, a: Array) -> Any:
 
 def _dask(name: str = "dask", batch: bool = False) -> Backend:
     (array,) = needs("dask.array")
-    profile = Profile(longest=10**5)
+    profile = Profile(longest=10**5, least_rows=64, most_rows=256)  # a graph takes long, for one row as for many
 
     def fetch(a: Any) -> Array:
         return a.compute(scheduler="synchronous") if hasattr(a, "compute") else np.asarray(a)
@@ -223,7 +223,8 @@ LOADERS: dict[str, Callable[[], Backend]] = {
     "numpy-operations": _numpy_operations,
     "torch": _torch,
     "torch-operations": _torch_operations,
-    "jax": _jax,
+    # A trace for every shape takes long, too.
+    "jax": partial(_jax, profile=Profile(least_rows=64, most_rows=256)),
     "jax-operations": _jax_operations,
     "jax32": _jax32,
     "jax32-operations": _jax32_operations,

@@ -272,7 +272,11 @@ class Passes:
     def per_unit(self, top: Array) -> Array:
         """1 over what d is measured in before it is raised to p. To multiply with: of something over a quotient XLA
         makes a quotient of products, and those overflow."""
-        return 1.0 if self.plain(top) else self.m_of(top) / top
+        if self.plain(top):
+            return 1.0
+        per_unit = self.m_of(top) / top
+        # Where the top is still the first one, as if that were so of all rows: none depends on the others.
+        return self.rows.be.where(top == self.rows.top, 1.0, per_unit) if self.rows.p <= 4 else per_unit
 
     def m_of(self, top: Array) -> Array:
         return self.m if top is self.rows.top else self.rows.be.pow2(top, self.rows.numerics)
@@ -301,7 +305,9 @@ class Passes:
         breakpoints = quotient(rows, tile, w, d)
         if not self.plain(top):
             # What exceeds `top` is clipped by now and counts for nothing, but its power must stay finite.
-            d = be.clip(d * rows.pick(self.per_unit(top), tile), -1.0, 1.0)
+            first = (top == rows.top) & (rows.p <= 4)
+            most = rows.pick(be.where(first, top / self.m_of(top), top * 0 + 1.0), tile)
+            d = be.clip(d * rows.pick(self.per_unit(top), tile), -most, most)
         piece = breakpoints, raised(rows, tile, d, in_place=False), raised(rows, tile, w, in_place=True)
         if rows.keep:
             self.kept[tile[2]] = piece

@@ -283,7 +283,7 @@ def _as_tensor(a: Any, dtype: Any) -> Array:
     if is_array(a):
         return tf.cast(a, dtype)
     # Not by TensorFlow, to whose casts subnormal numbers are 0.
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         return tf.constant(np.asarray(a, np.float64).astype(dtype.as_numpy_dtype))
 
 

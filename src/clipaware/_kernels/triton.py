@@ -88,10 +88,12 @@ OPENING, MIDDLE, CLOSING = (tl.constexpr(i) for i in (0, 1, 2))
 @triton.jit
 def _octaves(z):
     """z >= 0 as m*2^e, with m from sqrt(1/2) to sqrt(2); and e, which is a float64 too."""
-    bits = z.to(tl.int64, bitcast=True)
+    small = z < 2.0**-1022
+    bits = tl.where(small, z * 2.0**54, z).to(tl.int64, bitcast=True)
     m = ((bits & ((1 << 52) - 1)) | (1023 << 52)).to(tl.float64, bitcast=True)
     high = m > 1.4142
-    return tl.where(high, m / 2, m), ((bits >> 52) - tl.where(high, 1022, 1023)).to(tl.float64)
+    e = (bits >> 52) - tl.where(high, 1022, 1023) - tl.where(small, 54, 0)
+    return tl.where(high, m / 2, m), e.to(tl.float64)
 
 
 @triton.jit
@@ -1324,7 +1326,8 @@ def _pull_store(
     ULP: tl.constexpr = 2.0**-52 if DOUBLE else 2.0**-23
     free, follows, w = _weights(elements, of_eta, of_ratio, inv, code, top, P, ULP)
     if not DOUBLE:
-        lam = tl.minimum(tl.maximum(lam, -(2.0**127)), 2.0**127)  # infinity times 0 is no number
+        # Infinity times 0 is no number; but what is none remains so.
+        lam = tl.where(lam == lam, tl.minimum(tl.maximum(lam, -(2.0**127)), 2.0**127), lam)
     pull = _real(lam, DOUBLE) * (w * _real(scale, DOUBLE))
     lost = eta != eta
     nan = float("nan")
