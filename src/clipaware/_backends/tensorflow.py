@@ -257,7 +257,7 @@ def sum_axes(a: Array, axes: tuple[int, ...]) -> Array:
 
 def number(value: Any, like: Array) -> Array:
     """A bound for all rows and elements."""
-    return _as_tensor([[float(value)]], like.dtype)
+    return _as_tensor([[float(value)]], tf.as_dtype(like.dtype))
 
 
 def wide_number(value: Any, like: Array) -> Array:
@@ -270,7 +270,7 @@ def as_eps(eps: Any, like: Array) -> Array:
 
 
 def as_bound(bound: Any, like: Array) -> Array:
-    return _as_tensor(bound, like.dtype)
+    return _as_tensor(bound, tf.as_dtype(like.dtype))
 
 
 def returned(a: Any, like: Array) -> Array:
