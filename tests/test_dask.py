@@ -98,6 +98,21 @@ def test_halves_are_as_near_as_in_one_piece(dtype, compiled, monkeypatch):
         assert (off[0] <= off[1] + 1e-6).all()
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_halves_far_below_their_spacing(dtype):
+    """Rounding moves the norm by more than eps here, and few elements carry it."""
+    kind, rng = NUMPY_DTYPES[dtype], np.random.default_rng(5)
+    size = 100 * 10.0 ** rng.uniform(-3, 0, (6, 5000)) * (8 if dtype == "float16" else 1)
+    x, delta = (rng.standard_normal((6, 5000)) * size).astype(kind), rng.standard_normal((6, 5000)).astype(kind)
+    for eps in (20.0, 70.0):
+        options = {"eps": eps, "bounds": (-math.inf, math.inf)}
+        split = ca.perturb(*lazy(x, delta, chunks=(6, 1250)), **options).compute()
+        off = [
+            abs(norm64(v.astype(float), x.astype(float), 2) / eps - 1) for v in (split, ca.perturb(x, delta, **options))
+        ]
+        assert (off[0] <= off[1] + 3e-7).all()
+
+
 def test_empty_batches_and_samples():
     for size, chunks in (((0, 5), (1, 2)), ((3, 0), (2, 1)), ((0, 0), (1, 1))):
         x = da.zeros(size, chunks=chunks)

@@ -37,6 +37,7 @@ MOST = np.finfo(np.float64).max
 TINY, LIFT = 2.0**-500, 2.0**500  # rows of smaller deltas are worked on with this multiple of them
 FINEST = 2.0**-44  # the least share of the way outwards at which a scale is tried
 FEWEST, MOST_TRIES, TRIED = 128, 512, 2**19  # scales that are tried, and elements in all for a row to have more of them
+LONG = 2**17  # elements from which on a row is not measured before its bracket is narrow
 LANES = 1024  # sums that share a bin, without compiled code
 
 

@@ -480,7 +480,7 @@ def _solved(problem: _Problem, mode: str, write: bool) -> Array:
     for number in range(ROUNDS if bins else bool(write)):
         # Where rounding matters, the array is measured as it would be written: of long rows, once a bracket is narrow.
         tries = _rounds.tries_for(n, half, p) if write else 0
-        if number == 0 and bins and n > _rounds.TRIED // _rounds.FEWEST:
+        if number == 0 and bins and n >= _rounds.LONG:
             tries = 0
         if tries and bins:
             enough = 0.0 if half else problem.numerics.close / 2

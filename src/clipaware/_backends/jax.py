@@ -315,6 +315,13 @@ def _rounded(v: Array, dtype: str) -> Array:
     return jnp.where(abs(v) < 2.0**-14, small, near)
 
 
+def _apart(product: Array, k: Array) -> Array:
+    """A product with k, rounded whatever it is added to: it gets the sign of k as a last bit, which XLA does not know
+    to be 0. Behind an optimization barrier, LLVM rounds product and sum once after all."""
+    sign = lax.bitcast_convert_type(k, jnp.int64) >> 63
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(product, jnp.int64) | sign, jnp.float64)
+
+
 def _as_rows(samples: int, x: Array, *others: Array) -> list[Array]:
     """(rows, n) of arrays whose last `samples` axes are those of a sample; of all but x, also 1 in their place."""
     first = x.ndim - samples
@@ -386,8 +393,7 @@ def _solved_here(
             if numerics is SINGLE:
                 moved = narrow(widen(direction) * widen(k) + widen(block.x), numerics)
             else:
-                apart: Any = lax.optimization_barrier if mode == "at_most" else lambda product: product
-                moved = apart(direction * k) + block.x
+                moved = (_apart(direction * k, k) if mode == "at_most" else direction * k) + block.x
             return _rounded(jnp.clip(moved, block.lower, block.upper), str(x.dtype))
 
         found, v = _math.write(rows, found, mode, store, str(x.dtype) in HALVES, slack)

@@ -364,6 +364,13 @@ def _rounded(v: Array, dtype: Any) -> Array:
     return tf.round(v * up) * tf.bitcast(tf.bitwise.left_shift(spacing, 23), tf.float32)
 
 
+def _apart(product: Array, k: Array) -> Array:
+    """A product with k, rounded whatever it is added to: it gets the sign of k as a last bit, which XLA does not know
+    to be 0."""
+    sign = tf.bitwise.right_shift(tf.bitcast(k, tf.int64), 63)
+    return tf.bitcast(tf.bitwise.bitwise_or(tf.bitcast(product, tf.int64), sign), tf.float64)
+
+
 def _solved(
     p: float, mode: str, write: bool, x: Array, delta: Array, eps: Array, lower: Array, upper: Array
 ) -> tuple[Array, ...]:
@@ -376,8 +383,11 @@ def _solved(
 
     def store(tile: Any, block: Block, direction: Array, k: Array) -> Array:
         # XLA may round a product and a sum once, here and not there, and then what is measured is not what is returned.
-        # In float64 the product of two float32 is exact.
-        moved = tf.cast(widen(direction) * widen(k) + widen(block.x), block.x.dtype)
+        # In float64 the product of two float32 is exact; of others it is kept apart.
+        product = widen(direction) * widen(k)
+        if mode == "at_most" and x.dtype == tf.float64:
+            product = _apart(product, k)
+        moved = tf.cast(product + widen(block.x), block.x.dtype)
         v = clip(moved, block.lower, block.upper)
         return _rounded(v, x.dtype) if half else v
 
