@@ -19,6 +19,10 @@ from torture.cases import Profile
 Array = Any
 
 
+def _same(a: Any) -> Any:
+    return a
+
+
 @dataclass(frozen=True)
 class Backend:
     """How to call one."""
@@ -34,6 +38,7 @@ class Backend:
     pull: Callable[..., Any] | None = None  # of a function, its arguments and a cotangent, gradients; None of constants
     flushes: bool = False  # whether a cast takes subnormal numbers for 0
     pulls_normal: bool = False  # whether `pull` does
+    computed: Callable[[Any], Any] = _same  # of what a call returns, where that is lazy
 
 
 @contextmanager
@@ -201,13 +206,15 @@ def _dask_made(array: Any, batch: bool, a: Array) -> Any:
 
 
 def _dask(name: str = "dask", batch: bool = False) -> Backend:
-    (array,) = needs("dask.array")
+    dask, array = needs("dask", "dask.array")
     profile = Profile(longest=10**5, least_rows=64, most_rows=256)  # a graph takes long, for one row as for many
 
-    def fetch(a: Any) -> Array:
-        return a.compute(scheduler="synchronous") if hasattr(a, "compute") else np.asarray(a)
+    def computed(found: Any) -> Any:
+        # All parts of it at once, or each would be solved for anew.
+        return dask.compute(found, scheduler="synchronous")[0]
 
-    return Backend(name, partial(_dask_made, array, batch), fetch, profile, alone=False)
+    options: Any = {"alone": False, "computed": computed}
+    return Backend(name, partial(_dask_made, array, batch), np.asarray, profile, **options)
 
 
 def _cupy() -> Backend:

@@ -116,7 +116,7 @@ class Checker:
             warnings.simplefilter("error")
             warnings.filterwarnings("ignore", message=".*writ(e)?able.*")
             warnings.filterwarnings("ignore", category=DeprecationWarning)
-            return function(*args, bounds=(self.lower, self.upper), **self.options, **options)
+            return self.backend.computed(function(*args, bounds=(self.lower, self.upper), **self.options, **options))
 
     def differentiated(self, x: Any, delta: Any, eps: Any, lower: Any, upper: Any) -> Any:
         """What a framework differentiates by itself."""

@@ -576,9 +576,10 @@ def tried(
         return found
     some = [a if len(a) == 1 < len(x) else a[rows] for a in (x, delta, lower, upper, eps, state)]
     (x, delta, lower, upper, eps), now = some[:5], columns(State, some[5])
-    # Of scales over many orders of magnitude, none that is too large for the dtype, nor one too small.
-    near = np.clip(now.right * 2.0**-120, now.near_left, now.near_left * 2.0**120)
-    K, dm = _factors(near, _scales(now, count), eps, lift(now.top), numerics)
+    # Of scales over many orders of magnitude, none that is too large for the dtype, nor one too small; nor a direction.
+    near, factor = np.clip(now.right * 2.0**-120, now.near_left, now.near_left * 2.0**120), lift(now.top)
+    near = np.minimum(near, np.maximum(numerics.far / 8 / now.top / factor / eps, now.near_left))
+    K, dm = _factors(near, _scales(now, count), eps, factor, numerics)
     found[rows] = _norms(x, delta, lower, upper, eps, K, dm, p)
     return found
 
