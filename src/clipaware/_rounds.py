@@ -34,7 +34,7 @@ Array = Any
 
 CAP = 1 + 2.0**-50  # in units of eps, more room than any element needs
 MOST = np.finfo(np.float64).max
-TINY, LIFT = 2.0**-500, 2.0**500  # rows of smaller deltas are worked on with this multiple of them
+LIFT = 2.0**500  # rows of float64 whose deltas are all below 1 are worked on with this multiple of them
 FINEST = 2.0**-44  # the least share of the way outwards at which a scale is tried
 FEWEST, MOST_TRIES, TRIED = 128, 512, 2**19  # scales that are tried, and elements in all for a row to have more of them
 LONG = 2**17  # elements from which on a row is not measured before its bracket is narrow
@@ -68,6 +68,7 @@ class State(NamedTuple):
     slope: Array  # d log(norm) / d log(T)
     noise: Array  # the share of eps that rounding usually adds to the norm, or takes
     top: Array  # the largest |delta|
+    factor: Array  # what delta is multiplied by
     status: Array
     lost: Array  # 1 if the row is to become NaN
     reach: Array  # of rows that cannot reach eps
@@ -88,9 +89,9 @@ def stacked(numbers: Any) -> Array:
     return np.concatenate([np.asarray(a, np.float64) for a in np.broadcast_arrays(*numbers)], axis=-1)
 
 
-def lift(top: Array) -> Array:
-    """What delta is multiplied by, and scales are divided by: the scale of subnormal deltas may be no number."""
-    return np.where((top > 0) & (top < TINY), LIFT, 1.0)
+def lift(top: Array, numerics: Numerics) -> Array:
+    """What delta is multiplied by, and scales are divided by: the breakpoints of small deltas may be no numbers."""
+    return np.where((top > 0) & (top < 1) & (numerics is _math.DOUBLE), LIFT, 1.0)
 
 
 def _lifted(delta: Array, factor: Array) -> Array:
@@ -114,8 +115,10 @@ def look(
 ) -> Array:
     """Look, of a tile; if `write`, also at the norms as rounded that matter."""
     eps = np.where(eps > 0, eps, 1.0)
-    factor = lift(host.row_top(delta)) if numerics is _math.DOUBLE else np.ones((len(x), 1))
+    factor = lift(host.row_top(delta), numerics)
     seen = columns(Look, _seen(x, _lifted(delta, factor), lower, upper, eps, p, numerics))
+    # Below the smallest normal number, spacings are not smaller.
+    seen = seen._replace(far=np.maximum(seen.far, 2.0**-14 if x.dtype == np.float16 else numerics.least))
     plain, past = seen.plain, seen.past
     if write and mode == "at_most":
         one = np.ones((len(x), 1))
@@ -213,11 +216,11 @@ def _breakpoints(w: Array, d: Array) -> Array:
     return np.minimum(w / np.where(d > 0, d, 1.0), MOST)
 
 
-def merged_looks(a: Array, p: float, axis: Any) -> Array:
+def merged_looks(a: Array, p: float, numerics: Numerics, axis: Any) -> Array:
     """Of a whole row, from those of its parts along these axes."""
     looks = columns(Look, a)
     # In the units of the row.
-    factor = lift(looks.top) / lift(looks.top.max(axis=axis, keepdims=True))
+    factor = lift(looks.top, numerics) / lift(looks.top.max(axis=axis, keepdims=True), numerics)
     inward = {name: getattr(looks, name) / factor for name in ("unit", "largest")}
     outward = {name: np.minimum(getattr(looks, name) * factor, MOST) for name in ("least", "last")}
     looks = looks._replace(**inward, **outward, past=looks.past * factor)
@@ -245,6 +248,7 @@ def begun(a: Array, eps: Array, p: float, n: int, numerics: Numerics, ulp: float
     """State, after a look at the whole rows of `n` elements, stored with that spacing at 1. For p = inf it is the
     last one that looks for the root."""
     seen = columns(Look, a)
+    factor = lift(seen.top, numerics)
     lost = (seen.bad > 0) | ~((eps >= 0) & (eps < math.inf) & (seen.top < math.inf))
     is_zero, at_zero = seen.top <= 0, eps < numerics.least
     eps = np.where(at_zero | lost, 1.0, eps)
@@ -263,18 +267,17 @@ def begun(a: Array, eps: Array, p: float, n: int, numerics: Numerics, ulp: float
     # What cannot reach eps has less room than eps in every element: there, the last breakpoint is one of delta's own.
     scale = np.minimum(np.where(unreachable, seen.last, T), HUGE)
     reach = np.where(is_zero, 0.0, eps * np.minimum(seen.most, 1.0) ** (1 / p if p < math.inf else 1.0))
-    # Rounding moves an element by that share of its usual size: all of them one way, or each as it happens to.
-    size = n ** (1 / p) if p < math.inf else 1.0
-    most = np.minimum(ulp * seen.far * size / eps, HUGE)
-    noise = most if p == math.inf else most * np.minimum(most * max(p - 1, 1) / 12 + 2 / math.sqrt(max(n, 1)), 1.0)
+    # Rounding moves an element by that share of eps: one that carries the norm, each as it happens to, all one way.
+    one = np.minimum(ulp * seen.far / eps, HUGE)
+    most = np.minimum(one * n ** (1 / p if p < math.inf else 0.0), HUGE)
+    noise = np.maximum(one, most * np.minimum(most * max(min(p, HUGE) - 1, 1) / 12 + 2 / math.sqrt(max(n, 1)), 1.0))
     status = np.where(is_zero, ZERO, np.where(at_zero, AT_ZERO, np.where(unreachable, UNREACHABLE, REGULAR)))
     if mode == "at_most":
         # What is small enough is left alone: as measured, where it is to be written.
-        alone = (status == REGULAR) | ((status == UNREACHABLE) & (scale * eps * lift(seen.top) >= 1))
+        alone = (status == REGULAR) | ((status == UNREACHABLE) & (scale * eps * factor >= 1))
         status = np.where(alone & write & (seen.plain <= 1), HELD, status)
     done = free | short | (status == ZERO) | (status == AT_ZERO) | (status == HELD) | lost | ~(lo < hi)
     lo, hi = np.where(done, 1.0, lo), np.where(done, 1.0, hi)
-    one = np.ones_like(T)
     # Rounding makes a move less than four times as long as naive scaling has it.
     left, right = start / 4, np.maximum(_end(seen, eps, ulp), scale)
     ends = left, scale, scale, right
@@ -284,7 +287,8 @@ def begun(a: Array, eps: Array, p: float, n: int, numerics: Numerics, ulp: float
         scale = np.where((status == REGULAR) & (seen.past == math.inf), right, scale)
         before = _scale(_index(seen.past, numerics) - 1, numerics)
         ends = left, np.where(wanted, before, scale), np.where(wanted, seen.past, scale), right
-    known = T, done, np.where(done, 0.0, one), lo, hi, one, noise, seen.top, status, lost, reach, scale
+    slope = np.ones_like(T)
+    known = T, done, np.where(done, 0.0, 1.0), lo, hi, slope, noise, seen.top, factor, status, lost, reach, scale
     return stacked(State(*known, *ends))
 
 
@@ -302,7 +306,7 @@ def tally(x: Array, delta: Array, eps: Array, lower: Array, upper: Array, state:
     here = columns(State, state)
     first, shift = _grid(here, bins)
     edges = _edges(first, shift, bins)
-    rows, eps, delta = len(x), np.where(eps > 0, eps, 1.0), _lifted(delta, lift(here.top))
+    rows, eps, delta = len(x), np.where(eps > 0, eps, 1.0), _lifted(delta, here.factor)
     found = np.zeros((rows, bins + 2, 4))
     found[..., 2] = math.inf
     kernels = host.kernels()
@@ -418,7 +422,7 @@ def _times(a: Array, factor: Array) -> Array:
 def held(state: Array, eps: Array, mode: str, write: bool) -> Array:
     """State, with the rows that `mode` leaves alone; if not to `write`, with eta for a scale."""
     now = columns(State, state)
-    status, unit = now.status, _unit(eps, now.top)
+    status, unit = now.status, _unit(eps, now.factor)
     eta = now.T * unit
     if mode == "at_least":
         status = np.where((status == REGULAR) & (eta < 1), HELD, status)
@@ -429,15 +433,15 @@ def held(state: Array, eps: Array, mode: str, write: bool) -> Array:
     return stacked(now._replace(status=status, scale=np.where(now.lost > 0, math.nan, scale)))
 
 
-def _unit(eps: Array, top: Array) -> Array:
+def _unit(eps: Array, factor: Array) -> Array:
     """Scales are measured in this."""
-    return np.where(eps > 0, eps, 1.0) * lift(top)
+    return np.where(eps > 0, eps, 1.0) * factor
 
 
 def written(x: Array, delta: Array, eps: Array, lower: Array, upper: Array, state: Array, numerics: Numerics) -> Array:
     """v of a tile."""
     now = columns(State, state)
-    factors = _factors(now.scale, now.scale, eps, lift(now.top), numerics)
+    factors = _factors(now.scale, now.scale, eps, now.factor, numerics)
     v = _moved(x, delta, lower, upper, *(np.where(now.status == HELD, a.dtype.type(1), a) for a in factors))
     corner, still = now.status == UNREACHABLE, (now.status == ZERO) | (now.status == AT_ZERO)
     if corner.any() or still.any() or now.lost.any():
@@ -520,7 +524,7 @@ def aimed(state: Array, eps: Array, mode: str, enough: float) -> Array:
     root = np.minimum(now.T, HUGE)
     wanted = (now.status == REGULAR) & (now.lost == 0) & ((mode == "at_most") | (now.noise > enough))
     if mode == "at_least":
-        wanted = wanted & (root * _unit(eps, now.top) * (1 + now.doubt) >= 1)
+        wanted = wanted & (root * _unit(eps, now.factor) * (1 + now.doubt) >= 1)
     known = now.doubt < 1
     usual = 1 + (np.maximum(now.noise, 8 * _math.SLACK) + np.where(known, now.doubt, 0.0)) / now.slope
     left, right = np.where(known, root, now.lo) / usual, np.where(known, root, now.hi) * usual
@@ -577,9 +581,9 @@ def tried(
     some = [a if len(a) == 1 < len(x) else a[rows] for a in (x, delta, lower, upper, eps, state)]
     (x, delta, lower, upper, eps), now = some[:5], columns(State, some[5])
     # Of scales over many orders of magnitude, none that is too large for the dtype, nor one too small; nor a direction.
-    near, factor = np.clip(now.right * 2.0**-120, now.near_left, now.near_left * 2.0**120), lift(now.top)
-    near = np.minimum(near, np.maximum(numerics.far / 8 / now.top / factor / eps, now.near_left))
-    K, dm = _factors(near, _scales(now, count), eps, factor, numerics)
+    near = np.clip(now.right * 2.0**-120, now.near_left, now.near_left * 2.0**120)
+    near = np.minimum(near, np.maximum(numerics.far / 8 / now.top / now.factor / eps, now.near_left))
+    K, dm = _factors(near, _scales(now, count), eps, now.factor, numerics)
     found[rows] = _norms(x, delta, lower, upper, eps, K, dm, p)
     return found
 

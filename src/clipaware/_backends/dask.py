@@ -333,7 +333,8 @@ def _look(
     arrays = _in_rows(sample, x, delta, eps, lower, upper)
     ulp = quantize.spacing(str(x.dtype))
     function = partial(_rounds.look, p=p, numerics=_numerics(x), ulp=ulp, mode=mode, write=write)
-    found = _swept(function, partial(_rounds.merged_looks, p=p), arrays, [], len(_rounds.Look._fields))
+    merge = partial(_rounds.merged_looks, p=p, numerics=_numerics(x))
+    found = _swept(function, merge, arrays, [], len(_rounds.Look._fields))
     return _kept(found, sample, x)
 
 
@@ -457,7 +458,7 @@ def _scale_whole(
     one, missed = np.ones_like(eta), _is_missed(status, arrays[2])
     reach = _reach_of_rows(arrays, p) if missed.any() else one
     top = abs(arrays[1].astype(np.float64)).max(axis=1, keepdims=True, initial=0.0)
-    state = (*[one] * 7, top, status, np.isnan(eta), reach, *[eta] * 5)
+    state = (*[one] * 7, top, one, status, np.isnan(eta), reach, *[eta] * 5)
     return _kept(_rounds.stacked(state), sample, x)
 
 
@@ -472,7 +473,7 @@ def _solved(problem: _Problem, mode: str, write: bool) -> Array:
     eps = problem.eps[..., None]
     n = math.prod([x.shape[i] for i in problem.sample])
     looks = _map(_look, problem.again(0), width=len(_rounds.Look._fields), p=p, mode=mode, write=write)
-    looks = _reduced(looks, problem, _rounds.merged_looks, p=p)
+    looks = _reduced(looks, problem, _rounds.merged_looks, p=p, numerics=problem.numerics)
     half = x.dtype.itemsize == 2
     settings: Any = {"p": p, "n": n, "numerics": problem.numerics, "mode": mode, "write": write}
     state = _per_sample(_rounds.begun, width, looks, eps, ulp=quantize.spacing(str(x.dtype)), **settings)
