@@ -402,6 +402,20 @@ def test_from_zarr_to_zarr(tmp_path, scheduler):
     np.testing.assert_allclose(da.from_zarr(str(tmp_path / "v")), ca.perturb(X, D, 1.0), rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_other_processes_give_the_same(dtype):
+    """To the last digit: what travels there is what it was."""
+    x, delta, g = lazy(*(a.astype(dtype) for a in (X, D / 8, rng.standard_normal(X.shape))), chunks=(4, 3, 17))
+    found = []
+    for scheduler in ("synchronous", "processes"):
+        with dask.config.set(scheduler=scheduler, num_workers=2):
+            results = [(ca.perturb(x, delta, 0.1, p=p), *ca.perturb_vjp(x, delta, 0.1, g, p=p)) for p in (2, math.inf)]
+            found.append(dask.compute(*sum(results, ())))
+    for here, there in zip(*found, strict=True):
+        assert here.dtype == there.dtype
+        np.testing.assert_array_equal(here, there)
+
+
 def test_on_a_cluster():
     distributed = pytest.importorskip("distributed", reason="distributed is not installed")
     options = {"n_workers": 1, "threads_per_worker": 2, "processes": False, "dashboard_address": None}

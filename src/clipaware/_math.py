@@ -48,6 +48,10 @@ class Numerics(NamedTuple):
     far: float  # further than any bound
     least: float  # the smallest normal number: an eps below counts as 0
 
+    def __reduce__(self) -> str:
+        """The one of two that there are, in another process too: they are told apart by identity."""
+        return "SINGLE" if self is SINGLE else "DOUBLE"
+
 
 SINGLE = Numerics(ulp=2.0**-23, tiny=1e-20, settled=2.0**-31, close=2e-7, far=2.0**127, least=2.0**-126)
 DOUBLE = Numerics(ulp=2.0**-52, tiny=1e-150, settled=2.0**-51, close=4e-15, far=2.0**1023, least=2.0**-1022)
