@@ -25,14 +25,18 @@ ROOT = Path(__file__).parent.parent
 CODE = Path("src", "clipaware")
 REPORT = ROOT / "mutants" / "report.csv"
 SURVIVED = "nothing: it survived"
-COPIED = ("src", "tests", "pyproject.toml")
+COPIED = ("src", "tests", "torture", "pyproject.toml")
 HEAVY = ("dask", "jax", "tensorflow")  # imported only for tests that name them
 # What Numba compiles, and what it takes constants from: its cache would not notice a change there.
 COMPILED = ("_kernels/compiled.py", "_math.py")
 # In the process that runs the tests. It must be the copy that is tested.
 RUN = """
 import pathlib, sys, pytest
-sys.modules.update(dict.fromkeys({hidden!r}))
+class Hidden:
+    def find_spec(self, name, *_):
+        if name in {hidden!r}:
+            raise ModuleNotFoundError(f"{{name}} is hidden", name=name)
+sys.meta_path.insert(0, Hidden())
 import clipaware
 assert pathlib.Path(clipaware.__file__).is_relative_to({copy!r}), clipaware.__file__
 sys.exit(pytest.main({arguments!r}))

@@ -730,6 +730,34 @@ FAULTS = [
         "right",
         "tests/test_rounding.py tests/test_dask.py -k '(dask and at_most) or awkward'",
     ),
+    Fault(
+        "one element that carries the norm is rounded like many, in chunks",
+        "_rounds.py",
+        "noise = np.maximum(one, most",
+        "noise = np.maximum(0, most",
+        "tests/test_torture.py -k dask-dask_one_element",
+    ),
+    Fault(
+        "subnormal numbers of float16 are as close as others, in chunks",
+        "_rounds.py",
+        "    seen = seen._replace(far=np.maximum(seen.far, 2.0**-14 if x.dtype == np.float16 else numerics.least))\n",
+        "",
+        "tests/test_torture.py -k dask-dask_subnormal_float16",
+    ),
+    Fault(
+        "long samples are measured in two rounds, in chunks",
+        "_backends/dask.py",
+        "n >= _rounds.LONG",
+        "n >= 4096",
+        "tests/test_dask.py -k halves",
+    ),
+    Fault(
+        "a precision is another object in another process",
+        "_math.py",
+        'return "SINGLE" if self is SINGLE else "DOUBLE"',
+        "return type(self), tuple(self)",
+        "tests/test_dask.py -k processes",
+    ),
     # --- parts of samples on several processes ------------------------------------------------------------------------
     Fault(
         "processes do not exchange their sums",
