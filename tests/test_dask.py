@@ -113,6 +113,32 @@ def test_halves_far_below_their_spacing(dtype):
         assert (off[0] <= off[1] + 3e-7).all()
 
 
+@pytest.mark.parametrize("scale", [1, 1e-3, 1e-30, 1e-150, 1e-250])
+def test_small_deltas(scale):
+    """Neither large sizes nor little room make a difference to that in one piece."""
+    x, delta = np.array([[0.5, 0.25, -0.5, 0.75]]), np.array([[0.5, 0.25, -0.125, 0.25]]) * scale
+    everywhere = (-math.inf, math.inf)
+    cases = [(eps, (-1, 1), p, mode) for eps in (1e160, 1e290) for p in (2, 7) for mode in ("equal", "at_most")]
+    cases += [(eps, everywhere, p, "equal") for eps in (1e-200, 1e160, 1e200) for p in (1, 2, math.inf)]
+    cases += [(eps, (-4e200, 4e200), p, "equal") for eps in (1e-300, 1e-200) for p in (1, 2, 7)]
+    cases += [(1.0, (-1e-200, 1e-200), 2, "equal")]
+    for eps, bounds, p, mode in cases:
+        start = x * 0 if bounds == everywhere or bounds[1] < 1 else x * bounds[1]
+        options = {"eps": eps, "bounds": bounds, "p": p, "mode": mode}
+        for function in (ca.perturb, ca.rescale):
+            found = function(*lazy(start, delta, chunks=(1, 2)), **options).compute()
+            np.testing.assert_allclose(found, function(start, delta, **options), rtol=1e-12, err_msg=f"{options}")
+
+
+def test_moves_that_are_no_normal_numbers():
+    """For large p, powers are taken in units of the largest move of a chunk."""
+    x = np.array([[0.17, 0.0, 0.66, 0.78], [0.65, 0.0, 0.54, 0.27]])
+    delta = np.array([[-1.3e-320, 1.2e-320, -83.6, -172.2], [-1.1e300, -8.7e299, 0.23, 7.8e-11]])
+    for p in (5, 100):
+        v = ca.perturb(*lazy(x, delta, chunks=(2, 2)), 0.05, p=p, mode="at_most").compute()
+        np.testing.assert_allclose(v, ca.perturb(x, delta, 0.05, p=p, mode="at_most"), rtol=0, atol=1e-12)
+
+
 def test_empty_batches_and_samples():
     for size, chunks in (((0, 5), (1, 2)), ((3, 0), (2, 1)), ((0, 0), (1, 1))):
         x = da.zeros(size, chunks=chunks)

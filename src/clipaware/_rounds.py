@@ -34,7 +34,6 @@ Array = Any
 
 CAP = 1 + 2.0**-50  # in units of eps, more room than any element needs
 MOST = np.finfo(np.float64).max
-LIFT = 2.0**500  # rows of float64 whose deltas are all below 1 are worked on with this multiple of them
 FINEST = 2.0**-44  # the least share of the way outwards at which a scale is tried
 FEWEST, MOST_TRIES, TRIED = 128, 512, 2**19  # scales that are tried, and elements in all for a row to have more of them
 LONG = 2**17  # elements from which on a row is not measured before its bracket is narrow
@@ -90,8 +89,19 @@ def stacked(numbers: Any) -> Array:
 
 
 def lift(top: Array, numerics: Numerics) -> Array:
-    """What delta is multiplied by, and scales are divided by: the breakpoints of small deltas may be no numbers."""
-    return np.where((top > 0) & (top < 1) & (numerics is _math.DOUBLE), LIFT, 1.0)
+    """What delta is multiplied by, and scales are divided by: the breakpoints of small deltas may be no numbers.
+
+    It is a power of two, and 1 for every delta that is not small.
+    """
+    exponent = np.frexp(top)[1]
+    small = (top > 0) & (exponent < -8) & (numerics is _math.DOUBLE)
+    return np.ldexp(1.0, np.where(small, np.minimum(-exponent, 1000), 0))
+
+
+def _times_eps(T: Array, eps: Array, *powers: Array) -> Array:
+    """T*eps times powers of two, rounded once and without an overflow on the way."""
+    digits, exponent = np.frexp(eps)
+    return np.ldexp(T * digits, exponent + sum(np.frexp(power)[1] - 1 for power in powers))
 
 
 def _lifted(delta: Array, factor: Array) -> Array:
@@ -274,7 +284,7 @@ def begun(a: Array, eps: Array, p: float, n: int, numerics: Numerics, ulp: float
     status = np.where(is_zero, ZERO, np.where(at_zero, AT_ZERO, np.where(unreachable, UNREACHABLE, REGULAR)))
     if mode == "at_most":
         # What is small enough is left alone: as measured, where it is to be written.
-        alone = (status == REGULAR) | ((status == UNREACHABLE) & (scale * eps * factor >= 1))
+        alone = (status == REGULAR) | ((status == UNREACHABLE) & (_times_eps(scale, eps, factor) >= 1))
         status = np.where(alone & write & (seen.plain <= 1), HELD, status)
     done = free | short | (status == ZERO) | (status == AT_ZERO) | (status == HELD) | lost | ~(lo < hi)
     lo, hi = np.where(done, 1.0, lo), np.where(done, 1.0, hi)
@@ -422,20 +432,15 @@ def _times(a: Array, factor: Array) -> Array:
 def held(state: Array, eps: Array, mode: str, write: bool) -> Array:
     """State, with the rows that `mode` leaves alone; if not to `write`, with eta for a scale."""
     now = columns(State, state)
-    status, unit = now.status, _unit(eps, now.factor)
-    eta = now.T * unit
+    status, eps = now.status, np.where(eps > 0, eps, 1.0)
+    eta = _times_eps(now.T, eps, now.factor)
     if mode == "at_least":
         status = np.where((status == REGULAR) & (eta < 1), HELD, status)
     elif mode == "at_most" and not write:
         status = np.where(((status == REGULAR) & (eta > 1)) | ((status == UNREACHABLE) & (eta >= 1)), HELD, status)
-    scale = now.scale if write else np.where(status == HELD, 1.0, now.scale * unit)
+    scale = now.scale if write else np.where(status == HELD, 1.0, _times_eps(now.scale, eps, now.factor))
     scale = np.where((status == ZERO) | (status == AT_ZERO), 0.0, scale)
     return stacked(now._replace(status=status, scale=np.where(now.lost > 0, math.nan, scale)))
-
-
-def _unit(eps: Array, factor: Array) -> Array:
-    """Scales are measured in this."""
-    return np.where(eps > 0, eps, 1.0) * factor
 
 
 def written(x: Array, delta: Array, eps: Array, lower: Array, upper: Array, state: Array, numerics: Numerics) -> Array:
@@ -456,8 +461,9 @@ def _factors(near: Array, T: Array, eps: Array, factor: Array, numerics: Numeric
     """K and dm of K*(delta*dm), for scales T near another, in units of eps and that factor: so split, what is too large
     or too small for the dtype loses nothing."""
     eps = np.where(eps > 0, eps, 1.0)
-    m = host.pow2(np.maximum(1 / np.where(near > 0, near, 1.0) / factor / eps, numerics.least), numerics)
-    return host.narrow(np.minimum(T * m * factor * eps, numerics.far), numerics), host.narrow(1 / m, numerics)
+    m = host.pow2(np.maximum(1 / _times_eps(np.where(near > 0, near, 1.0), eps, factor), numerics.least), numerics)
+    K = np.minimum(_times_eps(T, eps, factor, m), numerics.far)
+    return host.narrow(K, numerics), host.narrow(1 / m, numerics)
 
 
 def _block(x: Array, delta: Array, lower: Array, upper: Array) -> _math.Block:
@@ -486,10 +492,10 @@ def _norms(x: Array, delta: Array, lower: Array, upper: Array, eps: Array, K: Ar
     if p <= 4 or p == math.inf:
         powers = _powers(x, delta, lower, upper, 1 / eps, K, dm, p)
         return powers if p == math.inf else powers ** (1 / p)
-    # In units of the largest move, so that no power overflows, nor all of them vanish.
+    # In units of the largest move, so that no power overflows, nor all of them vanish; a subnormal one is none.
     largest = _powers(x, delta, lower, upper, 1 / eps, K, dm, math.inf)
-    unit = np.where((largest > 0) & (largest < math.inf), largest, 1.0)
-    return largest * _powers(x, delta, lower, upper, 1 / (eps * unit), K, dm, p) ** (1 / p)
+    unit = np.where((eps * largest >= _math.DOUBLE.least) & (largest < math.inf), largest, 1.0)
+    return unit * _powers(x, delta, lower, upper, 1 / (eps * unit), K, dm, p) ** (1 / p)
 
 
 def _powers(x: Array, delta: Array, lower: Array, upper: Array, inv: Array, K: Array, dm: Array, p: float) -> Array:
@@ -524,7 +530,7 @@ def aimed(state: Array, eps: Array, mode: str, enough: float) -> Array:
     root = np.minimum(now.T, HUGE)
     wanted = (now.status == REGULAR) & (now.lost == 0) & ((mode == "at_most") | (now.noise > enough))
     if mode == "at_least":
-        wanted = wanted & (root * _unit(eps, now.factor) * (1 + now.doubt) >= 1)
+        wanted = wanted & (_times_eps(root * (1 + now.doubt), np.where(eps > 0, eps, 1.0), now.factor) >= 1)
     known = now.doubt < 1
     usual = 1 + (np.maximum(now.noise, 8 * _math.SLACK) + np.where(known, now.doubt, 0.0)) / now.slope
     left, right = np.where(known, root, now.lo) / usual, np.where(known, root, now.hi) * usual
@@ -582,7 +588,7 @@ def tried(
     (x, delta, lower, upper, eps), now = some[:5], columns(State, some[5])
     # Of scales over many orders of magnitude, none that is too large for the dtype, nor one too small; nor a direction.
     near = np.clip(now.right * 2.0**-120, now.near_left, now.near_left * 2.0**120)
-    near = np.minimum(near, np.maximum(numerics.far / 8 / now.top / now.factor / eps, now.near_left))
+    near = np.minimum(near, np.maximum(numerics.far / 8 / (now.top * now.factor) / eps, now.near_left))
     K, dm = _factors(near, _scales(now, count), eps, now.factor, numerics)
     found[rows] = _norms(x, delta, lower, upper, eps, K, dm, p)
     return found
