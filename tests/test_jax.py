@@ -279,6 +279,16 @@ def test_static_eps_and_bounds_in_a_trace():
         np.testing.assert_allclose(found, ca.perturb(x, delta, eps, bounds=bounds), rtol=1e-12)
 
 
+def test_nan_in_delta_makes_its_row_nan_for_any_number_of_rows():
+    """XLA's maxima lose it in large batches."""
+    f = jax.jit(lambda x, delta: ca.perturb(x, delta, 5e-3, p=np.inf, mode="at_most"))
+    for rows in (3, 4000):
+        delta = np.full((rows, 6), 1e-5)
+        delta[1, 0] = np.nan
+        v = np.asarray(f(jnp.full((rows, 6), 0.5), jnp.asarray(delta)))
+        np.testing.assert_array_equal(np.isnan(v).all(axis=1), np.arange(rows) == 1)
+
+
 def test_bad_values_in_a_trace_make_their_row_nan():
     x, delta, eps, _ = problem()
     f = jax.jit(lambda *a: ca.perturb(a[0], a[1], a[2], bounds=(a[3], 1)))

@@ -246,6 +246,16 @@ def test_one_trace_for_every_eps():
 # --- bad values -------------------------------------------------------------------------------------------------------
 
 
+def test_nan_in_delta_makes_its_row_nan():
+    """XLA's maxima lose it."""
+    delta = np.full((4, 6), 1e-5)
+    delta[1, 0] = np.nan
+    v = tf.function(lambda x, delta: ca.perturb(x, delta, 5e-3, p=np.inf))(
+        tf.fill((4, 6), 0.5), tf.constant(delta, "float32")
+    )
+    np.testing.assert_array_equal(np.isnan(v).all(axis=1), [False, True, False, False])
+
+
 def test_bad_rows_become_nan_in_a_graph_and_others_do_not():
     x, delta, eps = X.copy(), D.copy(), np.array([EPS, EPS, -1.0, EPS])
     x[0, 3], delta[1, 5] = np.nan, np.inf

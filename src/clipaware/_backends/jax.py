@@ -190,10 +190,11 @@ def when(condition: Array, change: Callable[..., Any], *state: Any) -> tuple[Any
 
 
 def senseless(block: Block, x: Array) -> Array:
-    """Per row, not 0 where x, not yet clipped, is not finite or the bounds are not in order."""
+    """Per row, not 0 where x, not yet clipped, or delta is not finite, or the bounds are not in order."""
     disorder = row_max(jnp.where(block.lower <= block.upper, 0.0, 1.0))
-    # What is not finite makes the sum NaN, in much less time than asking every element.
-    return jnp.where(jnp.isnan(row_sum(x.astype(jnp.promote_types(x.dtype, jnp.float32)) * 0)), 1.0, disorder)
+    # What is not finite makes the sum NaN, in much less time than asking every element; XLA's maxima may lose a NaN.
+    zeros = x.astype(block.delta.dtype) * 0 + block.delta * 0
+    return jnp.where(jnp.isnan(row_sum(zeros)), 1.0, disorder)
 
 
 # --- what the API asks for --------------------------------------------------------------------------------------------

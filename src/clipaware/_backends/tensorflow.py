@@ -152,8 +152,9 @@ def when(condition: Array, change: Callable[..., Any], *state: Any) -> tuple[Any
 
 
 def senseless(block: Block, x: Array) -> Array:
-    """Per row, 1 where x, not yet clipped, is not finite or the bounds are not in order, else 0."""
-    fine = tf.math.is_finite(x) & (block.lower <= block.upper)
+    """Per row, 1 where x, not yet clipped, or delta is not finite, or the bounds are not in order, else 0."""
+    # Of delta as well: XLA's maxima lose a NaN.
+    fine = tf.math.is_finite(x) & tf.math.is_finite(block.delta) & (block.lower <= block.upper)
     return row_max(tf.cast(~fine, tf.float32))
 
 
