@@ -99,8 +99,8 @@ def lift(top: Array, numerics: Numerics) -> Array:
 
 
 def _times_eps(T: Array, eps: Array, *powers: Array) -> Array:
-    """T*eps times powers of two, rounded once and without an overflow on the way."""
-    digits, exponent = np.frexp(eps)
+    """T*eps times powers of two, rounded once and without an overflow on the way; where eps is 0, of 1 instead."""
+    digits, exponent = np.frexp(np.where(eps > 0, eps, 1.0))
     return np.ldexp(T * digits, exponent + sum(np.frexp(power)[1] - 1 for power in powers))
 
 
@@ -432,8 +432,7 @@ def _times(a: Array, factor: Array) -> Array:
 def held(state: Array, eps: Array, mode: str, write: bool) -> Array:
     """State, with the rows that `mode` leaves alone; if not to `write`, with eta for a scale."""
     now = columns(State, state)
-    status, eps = now.status, np.where(eps > 0, eps, 1.0)
-    eta = _times_eps(now.T, eps, now.factor)
+    status, eta = now.status, _times_eps(now.T, eps, now.factor)
     if mode == "at_least":
         status = np.where((status == REGULAR) & (eta < 1), HELD, status)
     elif mode == "at_most" and not write:
@@ -460,7 +459,6 @@ def written(x: Array, delta: Array, eps: Array, lower: Array, upper: Array, stat
 def _factors(near: Array, T: Array, eps: Array, factor: Array, numerics: Numerics) -> tuple[Array, Array]:
     """K and dm of K*(delta*dm), for scales T near another, in units of eps and that factor: so split, what is too large
     or too small for the dtype loses nothing."""
-    eps = np.where(eps > 0, eps, 1.0)
     m = host.pow2(np.maximum(1 / _times_eps(np.where(near > 0, near, 1.0), eps, factor), numerics.least), numerics)
     K = np.minimum(_times_eps(T, eps, factor, m), numerics.far)
     return host.narrow(K, numerics), host.narrow(1 / m, numerics)
@@ -530,7 +528,7 @@ def aimed(state: Array, eps: Array, mode: str, enough: float) -> Array:
     root = np.minimum(now.T, HUGE)
     wanted = (now.status == REGULAR) & (now.lost == 0) & ((mode == "at_most") | (now.noise > enough))
     if mode == "at_least":
-        wanted = wanted & (_times_eps(root * (1 + now.doubt), np.where(eps > 0, eps, 1.0), now.factor) >= 1)
+        wanted = wanted & (_times_eps(root * (1 + now.doubt), eps, now.factor) >= 1)
     known = now.doubt < 1
     usual = 1 + (np.maximum(now.noise, 8 * _math.SLACK) + np.where(known, now.doubt, 0.0)) / now.slope
     left, right = np.where(known, root, now.lo) / usual, np.where(known, root, now.hi) * usual
