@@ -15,13 +15,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent
 RESULTS = ROOT / "docs" / "versions.csv"
+FOLDER = ROOT / ".venv-versions"  # one environment at a time; what a run that was killed has left is cleared
 COLUMNS = ["environment", "Python", "versions", "outcome"]
 SHARED = (
     "tests/test_frameworks.py tests/test_values.py tests/test_gradients.py tests/test_edges.py tests/test_errors.py"
@@ -111,6 +111,7 @@ def tried(extra: Extra, age: str, version: str, folder: Path) -> dict[str, str]:
     command = interpreter(version) if version else sys.executable
     if command is None:
         return {"Python": version, "versions": "", "outcome": "this Python could not be had"}
+    shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([command, "-m", "venv", folder], check=True)
     python = str(folder / "bin" / "python")
     wanted = requirements(extra, age, here=not version)
@@ -152,8 +153,10 @@ def main() -> None:
     for name, (extra, age, version) in known.items():
         if given.names and not any(name in (word, f"{word}, oldest", f"{word}, newest") for word in given.names):
             continue
-        with tempfile.TemporaryDirectory(prefix="versions-") as folder:
-            rows[name] = {"environment": name, **tried(extra, age, version, Path(folder))}
+        try:
+            rows[name] = {"environment": name, **tried(extra, age, version, FOLDER)}
+        finally:
+            shutil.rmtree(FOLDER, ignore_errors=True)
         print(f"{name}: {rows[name]['versions']}: {rows[name]['outcome']}", flush=True)
         with RESULTS.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")

@@ -333,6 +333,16 @@ def test_gradients_of_held_samples_are_finite(be, p, eps):
     assert [float(np.sum(bar)) for bar in bars[2:]] == [0, 1, 1]
 
 
+@pytest.mark.parametrize("p", [1, 1.5, 2, 3, math.inf])
+def test_gradients_of_x_an_ulp_outside_are_those_on_the_bound(be, p):
+    """An element that hardly moves, where it is outside, has no room for that."""
+    x = np.array([[0.5, 1 + 2.0**-52, -(2.0**-54), 0.2, 0.7, 1 + 2.0**-52]])
+    delta, g = np.array([[1, 1e-18, -1e-18, 0, -1, 2]]), np.arange(1.0, 7)[None]
+    outside, on_it = (be.gradients(a, delta, np.full(1, 0.3), 0.0, 1.0, g, p=p) for a in (x, np.clip(x, 0, 1)))
+    for bar, expected in zip(outside, on_it, strict=True):
+        np.testing.assert_array_equal(bar, expected)
+
+
 def test_gradients_of_nan_are_zero(be):
     x, delta, g = np.full((2, 3), 0.5), np.array([[1.0, -1, 2], [1, 2, 3]]), np.ones((2, 3))
     eps, options = np.array([9.0, 0.2]), {"unreachable": "nan"}
