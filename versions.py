@@ -28,7 +28,7 @@ SHARED = (
 )
 FEWER = "and not test_norm and not long_rows"  # of which there are hundreds, and which take long
 TOOLS = ("hypothesis", "mpmath", "pytest", "pytest-xdist")  # in the versions of requirements-dev.txt
-LATER = ("3.12", "3.13", "3.14")  # Pythons, beside the one that runs this
+LATER = ("3.12", "3.13", "3.14", "3.14t")  # Pythons, beside the one that runs this; t: without the interpreter's lock
 
 
 class Extra(NamedTuple):
@@ -58,8 +58,6 @@ EXTRAS = {
     "explorer": Extra("explorer", "tests/test_explorer.py", "playwright"),
     "training": Extra("attacks,training", "tests/test_attacks.py tests/test_adversarial_noise.py"),
 }
-
-OTHER = Extra("numba", f"{SHARED} -k 'numpy and not operations {FEWER}'")  # for other Pythons
 
 
 def lower_bounds(extras: str) -> list[str]:
@@ -93,7 +91,8 @@ def interpreter(version: str) -> str | None:
     """The command for a Python, also of pyenv."""
     found = shutil.which(f"python{version}")
     candidates = [found] if found else []
-    candidates += map(str, sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python")))
+    patched = re.sub(r"(t?)$", r".*[0-9]\1", version, count=1)  # 3.14.7, or 3.14.7t
+    candidates += map(str, sorted(Path.home().glob(f".pyenv/versions/{patched}/bin/python")))
     for command in candidates:
         if subprocess.run([command, "-c", ""], capture_output=True).returncode == 0:
             return command
@@ -103,7 +102,7 @@ def interpreter(version: str) -> str | None:
 def environments() -> dict[str, tuple[Extra, str, str]]:
     """By name: what to install, how old, and the Python."""
     found = {f"{name}, {age}": (extra, age, "") for name, extra in EXTRAS.items() for age in ("oldest", "newest")}
-    return found | {f"Python {version}": (OTHER, "newest", version) for version in LATER}
+    return found | {f"Python {version}": (EXTRAS["numba"], "newest", version) for version in LATER}
 
 
 def tried(extra: Extra, age: str, version: str, folder: Path) -> dict[str, str]:
