@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import warnings
@@ -13,7 +14,6 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("numba", reason="Numba is not installed")
 from numba import njit
@@ -157,6 +157,7 @@ def test_power(p):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_rounding_to_half(dtype):
     """Where nothing is rescaled, the result is the sum, rounded as the dtype is."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     kind = getattr(torch, dtype)
     generator = torch.Generator().manual_seed(0)
     shape = (4, 3000)
@@ -277,21 +278,25 @@ def test_processes(how, restored_threads):
     assert sums == [expected] * 2
 
 
-class Noisy(torch.utils.data.Dataset):
+class Noisy:
     """Pictures with noise on them, as a loader's worker makes them."""
+
+    def __init__(self, torch):
+        self.torch = torch
 
     def __len__(self):
         return 6
 
     def __getitem__(self, index):
-        x, delta = (torch.from_numpy(a) for a in large(seed=index))
+        x, delta = (self.torch.from_numpy(a) for a in large(seed=index))
         return ca.perturb(x, delta, 5.0)
 
 
 def test_in_a_data_loader():
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     ca.perturb(*large(), 5.0)  # the parent's own threads
     torch.ones(2_000_000).exp().sum()  # and PyTorch's
-    data = Noisy()
+    data = Noisy(torch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         for index, v in enumerate(torch.utils.data.DataLoader(data, batch_size=None, num_workers=2)):
@@ -306,6 +311,11 @@ CALL = (
 def run(code):
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.strip(), done.stderr
+
+
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python has a lock")
+def test_the_interpreters_lock_stays_off():
+    assert run(f"{CALL}; import sys; print(sys._is_gil_enabled())")[0].endswith("False")
 
 
 @pytest.mark.parametrize(
