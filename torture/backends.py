@@ -34,7 +34,7 @@ class Backend:
     alone: bool = True  # whether a row alone gives the same bits as in a batch
     enter: Callable[[], Any] = ExitStack
     counts: bool = False  # whether passes can be counted
-    slack: float = 2.0**-46  # of eps, by which at_most may stay below it
+    slack: float = 2.0**-46  # of eps, by which at_most may stay below it: twice what it leaves, for its own measuring
     pull: Callable[..., Any] | None = None  # of a function, its arguments and a cotangent, gradients; None of constants
     flushes: bool = False  # whether a cast takes subnormal numbers for 0
     pulls_normal: bool = False  # whether `pull` does
@@ -157,8 +157,8 @@ def _jax(name: str = "jax", x64: bool = True, **options: Any) -> Backend:
 
 
 def _jax_operations() -> Backend:
-    # For another number of rows, XLA compiles other code.
-    return _jax("jax-operations", alone=False, profile=Profile(few=True, subnormal=False))
+    # For another number of rows, XLA compiles other code. Its powers are off by more, and at_most leaves twice as much.
+    return _jax("jax-operations", alone=False, profile=Profile(few=True, subnormal=False), slack=2.0**-45)
 
 
 def _jax32() -> Backend:
