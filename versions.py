@@ -79,10 +79,11 @@ def pinned(names: tuple[str, ...]) -> list[str]:
 def requirements(extra: Extra, age: str, here: bool) -> list[str]:
     """What to install.
 
-    PyTorch's newest is that of requirements-dev.txt, and other Pythons have none: not every one comes without CUDA.
+    Where PyTorch is not the point it is that of requirements-dev.txt, and other Pythons have none: not every one comes
+    without CUDA.
     """
     oldest = lower_bounds(extra.extras) if age == "oldest" else []
-    torch = pinned(("torch",)) if here and not (extra.torch and oldest) else []
+    torch = pinned(("torch",)) if here and not extra.torch else []
     package = f"{ROOT}[{extra.extras}]" if extra.extras else str(ROOT)
     return [package, *oldest, *pinned(TOOLS), *torch, "ml_dtypes", *extra.also.split()]
 
@@ -102,7 +103,8 @@ def interpreter(version: str) -> str | None:
 def environments() -> dict[str, tuple[Extra, str, str]]:
     """By name: what to install, how old, and the Python."""
     found = {f"{name}, {age}": (extra, age, "") for name, extra in EXTRAS.items() for age in ("oldest", "newest")}
-    return found | {f"Python {version}": (EXTRAS["numba"], "newest", version) for version in LATER}
+    found |= {f"Python {version}": (EXTRAS["numba"], "newest", version) for version in LATER}
+    return found | {"jax, Python 3.13": (EXTRAS["jax"], "newest", "3.13")}  # whose newest the oldest Python cannot have
 
 
 def tried(extra: Extra, age: str, version: str, folder: Path) -> dict[str, str]:

@@ -9,7 +9,6 @@ import sys
 
 import numpy as np
 import pytest
-import torch
 
 import clipaware as ca
 from clipaware.reference import directions, norm64
@@ -63,6 +62,7 @@ def test_gradients_in_a_trace(p):
 
 @pytest.mark.parametrize("p", [1.5, 2, 3])
 def test_second_derivatives(p):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     x, delta, eps, g = problem(rows=1, n=6)
 
     def loss(module, x, delta, eps, g):

@@ -170,8 +170,10 @@ def cast_like(a: Array, like: Array) -> Array:
 def pow2(a: Array, numerics: Numerics) -> Array:
     """A power of two near a whose reciprocal is a normal number too: 1 for every a that is neither large nor small."""
     limit = 126 if numerics is SINGLE else 1022
-    exponent = jnp.clip(jnp.frexp(a)[1] - 1, -limit, limit)
-    return jnp.ldexp(jnp.ones_like(a), jnp.where(abs(exponent) <= 8, 0, exponent))
+    # By its bits: JAX 0.12 compiles frexp and ldexp without regard to enable_x64 where they are.
+    whole, digits, bias = (jnp.int32, 23, 127) if a.dtype == jnp.float32 else (jnp.int64, 52, 1023)
+    exponent = jnp.clip((lax.bitcast_convert_type(a, whole) >> digits) - bias, -limit, limit)
+    return lax.bitcast_convert_type((jnp.where(abs(exponent) <= 8, 0, exponent) + bias) << digits, a.dtype)
 
 
 def loop(step: Callable[[Any], Any], state: tuple[Any, ...], limit: int) -> tuple[Any, ...]:
