@@ -281,14 +281,13 @@ def test_processes(how, restored_threads):
 class Noisy:
     """Pictures with noise on them, as a loader's worker makes them."""
 
-    def __init__(self, torch):
-        self.torch = torch
-
     def __len__(self):
         return 6
 
     def __getitem__(self, index):
-        x, delta = (self.torch.from_numpy(a) for a in large(seed=index))
+        import torch
+
+        x, delta = (torch.from_numpy(a) for a in large(seed=index))
         return ca.perturb(x, delta, 5.0)
 
 
@@ -296,7 +295,7 @@ def test_in_a_data_loader():
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     ca.perturb(*large(), 5.0)  # the parent's own threads
     torch.ones(2_000_000).exp().sum()  # and PyTorch's
-    data = Noisy(torch)
+    data = Noisy()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         for index, v in enumerate(torch.utils.data.DataLoader(data, batch_size=None, num_workers=2)):
