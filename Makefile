@@ -1,5 +1,8 @@
 # make demo        set up, and perturb the bundled photograph
-# make test        set up, lint, check types, run every test, and make the documentation
+# make test        set up, lint, check types, run what every promise needs on every backend, and the doctests
+# make test-all    what make test leaves out: long tests, the documentation with its gallery
+# make test-cpus   the numeric tests as other CPUs compute them, and with 1, 2 and 7 threads: CPUS='haswell'
+# make times       run make test's tests, and say how long each took (writes .cache/times.csv)
 # make test-extra  run the tests with one extra only: EXTRA=jax (or none), PYTHON=python3.13
 # make docs        the documentation, in docs/_build/html: no warnings, doctests, links and anchors
 # make linkcheck   links to other sites: needs a network
@@ -17,6 +20,7 @@ EXTRA ?= none
 MINUTES ?= 10
 SEED ?= 0
 BACKENDS ?=
+CPUS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 TRITON := .venv-triton
@@ -28,7 +32,7 @@ SPHINX := $(BIN)/python -m sphinx -W --keep-going -q -d docs/_build/doctrees
 # Of the suite, what dist runs. All of it: make dist DIST_TESTS='tests --pyargs clipaware'
 DIST_TESTS ?= tests/test_package.py tests/test_project.py tests/test_errors.py tests/test_targets.py tests/test_images.py tests/test_explorer.py
 
-.PHONY: demo test test-extra docs linkcheck dist bench torture load fuzz audit mutants versions lint clean
+.PHONY: demo test test-all test-cpus times test-extra docs linkcheck dist bench torture load fuzz audit mutants versions lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -66,10 +70,26 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint $(TRITON)/dev.stamp $(VENV)/browser.stamp
-	$(BIN)/python -m pytest -n 2 --dist worksteal
-	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest -n 2 --dist worksteal tests/test_triton.py tests/test_torture.py -k triton
+# Two workers, on two cores. Those of Triton's interpreter need an environment of their own.
+PYTEST := -m pytest -n 2 --dist worksteal
+TESTS := $(BIN)/python $(PYTEST)
+INTERPRETED := TRITON_INTERPRET=1 $(TRITON)/bin/python $(PYTEST) tests/test_triton.py tests/test_torture.py -k triton
+
+test: lint $(TRITON)/dev.stamp $(VENV)/docs.stamp $(VENV)/browser.stamp
+	$(TESTS) -m 'not long'
+	$(INTERPRETED) -m 'not long'
+	$(SPHINX) -D plot_gallery=0 -D suppress_warnings=image.not_readable -b doctest docs docs/_build/doctest
+
+test-all: $(VENV)/dev.stamp $(TRITON)/dev.stamp $(VENV)/browser.stamp
+	$(TESTS) -m long
+	$(INTERPRETED) -m long
 	$(MAKE) docs
+
+test-cpus: $(VENV)/dev.stamp
+	$(BIN)/python cpus.py $(CPUS)
+
+times: $(VENV)/dev.stamp $(VENV)/browser.stamp
+	$(TESTS) -m 'not long' --times=.cache/times.csv
 
 # What needs another extra is skipped, with its reason.
 test-extra:
@@ -121,6 +141,7 @@ mutants: $(VENV)/dev.stamp $(TRITON)/dev.stamp
 versions:
 	$(PYTHON) versions.py $(ENVIRONMENTS)
 
+# Also what was compiled for the tests.
 clean:
-	rm -rf $(VENV) .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis clipaware-demo dist load-found docs/_build docs/gallery docs/api/generated
+	rm -rf $(VENV) .venv-* .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis clipaware-demo dist load-found docs/_build docs/gallery docs/api/generated
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

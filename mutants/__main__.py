@@ -1,14 +1,16 @@
 """``python -m mutants [WORD ...]``: put faults into a copy of the code, one at a time, for the tests to find.
 
 With words, only the faults whose name or file has one of them. What has found each is in ``mutants/report.csv``, by
-fault, so that some of them can be tried again.
+fault and with the make target that runs the test, so that some of them can be tried again.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import os
+import queue
 import re
 import shlex
 import shutil
@@ -16,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,7 +67,7 @@ class Copy:
                 shutil.copy2(ROOT / name, folder / name)
 
     def tests(self, arguments: list[str], triton: bool, hidden: list[str], fresh: bool, limit: float | None) -> Outcome:
-        """Run them; `fresh` if nothing that was compiled before is to be used. Under a limit, until the first fails."""
+        """Run them; `fresh` if nothing that was compiled before may be used. Under a limit, until the first fails."""
         cache = Path(tempfile.mkdtemp(dir=self.folder)) if fresh else self.folder / "compiled"
         options = ["-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", *(["-x"] if limit else [])]
         code = RUN.format(hidden=hidden, copy=str(self.folder), arguments=[*options, *arguments])
@@ -108,7 +111,8 @@ class Copy:
     def of(self, fault: Fault, fresh: bool) -> Outcome:
         """The tests of a fault."""
         hidden = [name for name in HEAVY if name not in fault.tests]
-        return self.tests(shlex.split(fault.tests), fault.triton, hidden, fresh, self.limit)
+        chosen = ["-m", "long" if fault.long else "not long", *shlex.split(fault.tests)]
+        return self.tests(chosen, fault.triton, hidden, fresh, self.limit)
 
 
 def changed(fault: Fault, text: str) -> str:
@@ -157,8 +161,13 @@ def report() -> dict[str, str]:
 def save(found: dict[str, str]) -> None:
     with REPORT.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["fault", "file", "found by"])
-        writer.writerows((f.name, f.file, found[f.name]) for f in FAULTS if f.name in found)
+        writer.writerow(["fault", "file", "run by", "found by"])
+        writer.writerows((f.name, f.file, target(f), found[f.name]) for f in FAULTS if f.name in found)
+
+
+def target(fault: Fault) -> str:
+    """The make target whose tests are to find it."""
+    return "make test-all" if fault.long else "make test"
 
 
 def main() -> None:
@@ -167,18 +176,31 @@ def main() -> None:
     triton = str(ROOT / ".venv-triton" / "bin" / "python")
     parser.add_argument("--triton", default=triton, help="the Python that has Triton (default: of .venv-triton)")
     parser.add_argument("--limit", type=float, default=300, help="seconds for the tests of a fault (default: 300)")
+    parser.add_argument("--jobs", type=int, default=2, help="faults that are tried at the same time (default: 2)")
     given = parser.parse_args()
     chosen = [f for f in FAULTS if not given.words or any(word in f"{f.name} {f.file}" for word in given.words)]
     for fault in chosen:
         changed(fault, (ROOT / CODE / fault.file).read_text())
     found = report()
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Copy(Path(folder).resolve(), given.triton, given.limit)
-        for number, fault in enumerate(chosen, 1):
-            how = found[fault.name] = verdict(fault, copy.with_fault(fault), copy)
+    with contextlib.ExitStack() as folders, ThreadPoolExecutor(given.jobs) as workers:
+        copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+        for _ in range(given.jobs):
+            folder = folders.enter_context(tempfile.TemporaryDirectory(prefix="mutants-"))
+            copies.put(Copy(Path(folder).resolve(), given.triton, given.limit))
+
+        def tried(fault: Fault) -> tuple[Fault, str]:
+            copy = copies.get()
+            try:
+                return fault, verdict(fault, copy.with_fault(fault), copy)
+            finally:
+                copies.put(copy)
+
+        for number, future in enumerate(as_completed([workers.submit(tried, fault) for fault in chosen]), 1):
+            fault, how = future.result()
+            found[fault.name] = how
             print(f"{number:3}/{len(chosen)}  {fault.file:22} {fault.name}: {how}", flush=True)
             save(found)
-        check({fault.name: found[fault.name] for fault in chosen}, copy)
+        check({fault.name: found[fault.name] for fault in chosen}, copies.get())
     survived = sum(found[fault.name] == SURVIVED for fault in chosen)
     print(f"{len(chosen) - survived} of {len(chosen)} faults were found")
     sys.exit(survived > 0)

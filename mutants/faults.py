@@ -18,6 +18,7 @@ class Fault(NamedTuple):
     after: str
     tests: str
     triton: bool = False  # whether it takes Triton's interpreter, in an environment of its own
+    long: bool = False  # whether only the long tests find it, which `make test-all` adds to those of `make test`
 
 
 def of(backend: str, files: str, tests: str = "") -> str:

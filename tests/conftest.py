@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import ctypes
+import gc
+import hashlib
 import os
+import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -19,12 +24,46 @@ import pytest
 import clipaware as ca
 from clipaware._backends import numpy as numpy_backend
 
-# JAX's programs are small and many here: less time for their compilation. Before JAX is imported.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+ROOT = Path(__file__).parent.parent
+CACHE = ROOT / ".cache"  # programs that were compiled for a test, kept for the next run; `make clean` removes them
+
+
+def _digest_of_compiled_code() -> str:
+    """Of every file that Numba's code comes from. Numba itself looks at one of them only."""
+    package = Path(ca.__file__).parent
+    files = sorted([*(package / "_kernels").glob("*.py"), package / "_math.py"])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+NUMBA_CACHE = CACHE / "numba" / _digest_of_compiled_code()
+
+# JAX's programs are small and many here, so they are compiled with little optimisation. All of these are read when a
+# framework is imported.
+for _name, _value in {
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",
+    "NUMBA_CACHE_DIR": NUMBA_CACHE,
+    "JAX_COMPILATION_CACHE_DIR": CACHE / "jax",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": 0,
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": -1,
+    "TORCHINDUCTOR_CACHE_DIR": CACHE / "inductor",
+    "TORCHINDUCTOR_COMPILE_THREADS": 1,  # more are processes of their own, half a gigabyte each
+    "TRITON_CACHE_DIR": CACHE / "triton",
+}.items():
+    os.environ.setdefault(_name, str(_value))
+
+
+# The process that hands tests out to others imports no framework, which would take a gigabyte.
+HANDS_OUT = (
+    "PYTEST_XDIST_WORKER" not in os.environ
+    and any(argument.startswith(("-n", "--numprocesses")) for argument in sys.argv)
+    and not {"--collect-only", "--co"} & set(sys.argv)
+)
 
 
 def _optional(name: str) -> Any:
-    """A module, or None where it is not installed: then what needs it is skipped."""
+    """A module, or None where it is not installed: then what needs it is not collected."""
+    if HANDS_OUT:
+        return None
     try:
         return import_module(name)
     except ImportError:
@@ -68,12 +107,17 @@ class Backend:
     # (x, delta, eps, lower, upper, g, **options), all NumPy float64 -> the five gradients of sum(g*perturb(...))
     gradients: Callable[..., list[Any]]
     dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32", "float64")
-    checked: bool = True  # whether bad values are errors; on accelerators they make their row NaN
+    # What a test may need of a backend, beside a dtype: with @pytest.mark.needs("float16", "checked") it leaves out the
+    # backends that lack either.
+    checked: bool = True  # bad values are errors; on accelerators and in traces they make their row NaN
+    subnormal: bool = True  # subnormal numbers are not taken for 0
+    eager: bool = True  # it works on the memory of its arguments, and not on what a program makes of them
+    same_alone: bool = True  # the order of a row's sums does not depend on the shape of its batch
+    whole_samples: bool = True  # no sample is spread over several chunks
 
     def array(self, a: Any, dtype: str) -> Any:
-        """A framework array of that dtype from a NumPy array; the test is skipped if there is no such dtype."""
-        if dtype not in self.dtypes:
-            pytest.skip(f"{self.name} has no {dtype}")
+        """A framework array of that dtype from a NumPy array."""
+        assert dtype in self.dtypes, f"{self.name} has no {dtype}: have the test take be.dtypes"
         return self.make(a, dtype)
 
     def perturb(self, x: Any, delta: Any, *args: Any, dtype: str = "float64", **options: Any) -> Any:
@@ -190,46 +234,141 @@ def _to_numpy(a: Any, dtype: str) -> Any:
     return np.array(a).astype(NUMPY_DTYPES[dtype])
 
 
-BACKENDS = {
-    "numpy": Backend("numpy", _to_numpy, np.asarray, _numpy_gradients),
+GPU_LIKE: Any = {"checked": False, "same_alone": False}
+ALL_BACKENDS = [
+    Backend("numpy", _to_numpy, np.asarray, _numpy_gradients),
     # As without Numba: NumPy's own operations instead of compiled kernels.
-    "numpy-operations": Backend("numpy-operations", _to_numpy, np.asarray, _numpy_gradients),
-    "torch": Backend("torch", _to_torch, _from_torch, _torch_gradients),
+    Backend("numpy-operations", _to_numpy, np.asarray, _numpy_gradients),
+    Backend("torch", _to_torch, _from_torch, _torch_gradients),
     # As on other devices: PyTorch's own operations instead of NumPy's kernels on the same memory.
-    "torch-operations": Backend("torch-operations", _to_torch, _from_torch, _torch_gradients),
+    Backend("torch-operations", _to_torch, _from_torch, _torch_gradients),
     # PyTorch's tensors on a GPU, by Triton's kernels.
-    "cuda": Backend("cuda", _to_cuda, _from_torch, _cuda_gradients, checked=False),
-    "jax": Backend("jax", _to_jax, np.asarray, _jax_gradients),
+    Backend("cuda", _to_cuda, _from_torch, _cuda_gradients, **GPU_LIKE),
+    Backend("jax", _to_jax, np.asarray, _jax_gradients),
     # As in a trace and on other devices: one compiled program instead of NumPy's kernels.
-    "jax-operations": Backend("jax-operations", _to_jax, np.asarray, _jax_gradients, checked=False),
-    "tensorflow": Backend("tensorflow", _to_tensorflow, lambda a: a.numpy(), _tensorflow_gradients),
+    Backend("jax-operations", _to_jax, np.asarray, _jax_gradients, checked=False, subnormal=False, eager=False),
+    Backend("tensorflow", _to_tensorflow, lambda a: a.numpy(), _tensorflow_gradients),
     # As in a graph and on other devices: TensorFlow's own operations, though not compiled for every shape.
-    "tensorflow-operations": Backend(
-        "tensorflow-operations", _to_tensorflow, lambda a: a.numpy(), _tensorflow_gradients, checked=False
+    Backend(
+        "tensorflow-operations",
+        _to_tensorflow,
+        lambda a: a.numpy(),
+        _tensorflow_gradients,
+        checked=False,
+        subnormal=False,
+        eager=False,
+        same_alone=False,
     ),
-    "array-api-strict": Backend(
+    Backend(
         "array-api-strict", _to_strict, np.asarray, _closed_form(_to_strict, np.asarray), dtypes=("float32", "float64")
     ),
     # Samples that are spread over chunks, and samples within one.
-    "dask": Backend("dask", _to_dask, _from_dask, _closed_form(_to_dask, _from_dask), checked=False),
-    "dask-batch": Backend(
-        "dask-batch", _to_dask_batch, _from_dask, _closed_form(_to_dask_batch, _from_dask), checked=False
+    Backend(
+        "dask",
+        _to_dask,
+        _from_dask,
+        _closed_form(_to_dask, _from_dask),
+        checked=False,
+        same_alone=False,
+        whole_samples=False,
     ),
-    "cupy": Backend(
+    Backend(
+        "dask-batch",
+        _to_dask_batch,
+        _from_dask,
+        _closed_form(_to_dask_batch, _from_dask),
+        checked=False,
+        same_alone=False,
+    ),
+    Backend(
         "cupy",
         _to_cupy,
         _from_cupy,
         _closed_form(_to_cupy, _from_cupy),
         dtypes=("float16", "float32", "float64"),
-        checked=False,
+        subnormal=False,
+        **GPU_LIKE,
     ),
-}
+]
+
+
+def _is_here(name: str) -> bool:
+    """Whether this machine and environment can run a backend. What cannot is not collected."""
+    framework = name.removesuffix("-operations").removesuffix("-batch")
+    if MODULES.get(framework, np) is None:
+        return False
+    if name == "cuda":
+        return GPU == "cuda" or (INTERPRETED and triton_kernels is not None)
+    return name != "cupy" or bool(cupy.is_available())
+
+
+BACKENDS = {backend.name: backend for backend in ALL_BACKENDS if _is_here(backend.name)}
+
+
+FRAMEWORKS = [name for name in ("numpy", "torch", "jax", "tensorflow", "array-api-strict") if name in BACKENDS]
+DIFFERENTIATING = [name for name in ("torch", "jax", "tensorflow") if name in BACKENDS]
+collect_ignore = ["test_triton.py"] if "cuda" not in BACKENDS else []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--threads", type=int, help="how many threads a call may use (default: of PyTorch, one)")
+    parser.addoption("--times", metavar="FILE", help="write a CSV of how long each test took, and show the slowest")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (number := config.getoption("--threads")) is not None:
+        ca.set_threads(number)
+        if torch is not None:
+            torch.set_num_threads(number)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Seconds of every test, with what it sets up and clears away; and of every file, and backend."""
+    if not (path := config.getoption("--times")):
+        return
+    tests, files = Counter[str](), Counter[str]()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration"):
+                tests[report.nodeid] += report.duration
+                files[report.nodeid.partition("::")[0]] += report.duration
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with Path(path).open("w", newline="") as file:
+        csv.writer(file).writerows([("seconds", "test"), *((f"{s:.2f}", name) for name, s in tests.most_common())])
+    terminalreporter.section(f"seconds by file and by test; all of them are in {path}")
+    for name, seconds in (*files.most_common(15), *tests.most_common(25)):
+        terminalreporter.line(f"{seconds:8.1f}  {name}")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if HANDS_OUT:
+        return None
+    missing = [backend.name for backend in ALL_BACKENDS if backend.name not in BACKENDS]
+    return f"backends: {', '.join(BACKENDS)}; not here, and not collected: {', '.join(missing) or 'none'}"
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Forget what Numba compiled of code that has changed since."""
+    if not hasattr(session.config, "workerinput") and NUMBA_CACHE.parent.is_dir():
+        for old in set(NUMBA_CACHE.parent.iterdir()) - {NUMBA_CACHE}:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """No test depends on what others have drawn before it."""
+    np.random.seed(0)
+    if torch is not None:
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _programs() -> Iterator[None]:
     """XLA's programs end with the module that made them: those of all tests together would take ten gigabytes."""
     yield
+    if tf is not None:
+        tensorflow_backend._program.cache_clear()
+        gc.collect()  # functions of TensorFlow refer to themselves
     if jax is not None:
         jax.clear_caches()
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
@@ -243,42 +382,34 @@ def _programs() -> Iterator[None]:
     ]
 )
 def be(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
-    subnormal = request.node.originalname in ("test_subnormal_delta", "test_mixed_scales_in_one_row")
-    if subnormal and request.param.name in ("jax-operations", "tensorflow-operations", "cupy"):
-        pytest.skip("XLA, TensorFlow and CuPy take subnormal numbers for 0")
-    if request.node.originalname == "test_one_picture_of_a_batch_alone" and request.param.name.startswith("dask"):
-        pytest.skip("the order of sums depends on the chunks")
-    if request.node.originalname == "test_one_picture_of_a_batch_alone" and request.param.name in ("cuda", "cupy"):
-        pytest.skip("the order of a GPU's sums depends on where a row begins")
-    if request.param.name.startswith("dask") and request.node.originalname == "test_long_rows_and_many_rows":
-        pytest.skip("half a minute, for what others test with smaller chunks")
-    if request.param.name == "dask" and request.module.__name__ == "test_quantize":
-        pytest.skip("perturb_quantized takes no samples that are spread over chunks")
-    framework = request.param.name.removesuffix("-operations").removesuffix("-batch")
-    if MODULES.get(framework, np) is None:
-        pytest.skip(f"{framework} is not installed")
-    if request.param.name == "numpy-operations":
+    backend: Backend = request.param
+    if backend.name == "numpy-operations":
         monkeypatch.setattr(numpy_backend, "kernels", lambda: None)
-    elif request.param.name == "torch-operations":
+    elif backend.name == "torch-operations":
         monkeypatch.setattr(torch_backend, "_numpy_can", lambda x: False)
-    elif request.param.name == "jax-operations":
+    elif backend.name == "jax-operations":
         monkeypatch.setattr(jax_backend, "_at_hand", lambda *arrays: False)
-    elif request.param.name == "tensorflow-operations":
+    elif backend.name == "tensorflow-operations":
         monkeypatch.setattr(tensorflow_backend, "_on_host", lambda a: False)
         monkeypatch.setattr(tensorflow_backend, "_compiled", partial)
-        if request.module.__name__ == "test_properties":
-            pytest.skip("operations one by one take minutes for all the examples")
-        if request.node.originalname == "test_one_picture_of_a_batch_alone":
-            pytest.skip("TensorFlow's sums depend on the shape in their last bit")
-    elif request.param.name == "cuda":
+    elif backend.name == "cuda":
         request.getfixturevalue("on_gpu")
-    elif request.param.name == "cupy":
-        if not cupy.is_available():
-            pytest.skip("CuPy finds no GPU")
     else:
         # Kernels wherever Numba is installed, or these would test the operations twice.
         assert (numpy_backend.kernels() is None) == (_optional("numba") is None)
-    return request.param  # type: ignore[no-any-return]
+    return backend
+
+
+@pytest.fixture(params=FRAMEWORKS)
+def framework(request: pytest.FixtureRequest) -> Backend:
+    """A framework as its users have it."""
+    return BACKENDS[request.param]
+
+
+@pytest.fixture(params=DIFFERENTIATING)
+def differentiable(request: pytest.FixtureRequest) -> Backend:
+    """A framework that differentiates by itself."""
+    return BACKENDS[request.param]
 
 
 @pytest.fixture
@@ -310,21 +441,49 @@ def _forget_programs(request: pytest.FixtureRequest) -> Iterator[None]:
         jax.clear_caches()
 
 
+# Of the parameters of one test, how many a backend takes in `make test`, and how many in all. These have NumPy's
+# kernels behind them, or the algorithm's one text, which "numpy" and "numpy-operations" put through everything; or they
+# compile a program or make a graph for every test.
+SHARE_OF_TESTS = {
+    "jax-operations": (1, 10),
+    "tensorflow-operations": (2, 10),
+    "dask": (1, 3),
+    "dask-batch": (1, 3),
+    "jax": (2, 1000),
+    "tensorflow": (2, 1000),
+    "array-api-strict": (6, 1000),
+}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests with many parameters, those that compile a program or make a graph for each take some."""
+    """Leave out what a backend cannot do, and mark as long what `make test` does without."""
+    left_out: set[pytest.Item] = set()
     groups: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
-        backend = getattr(item, "callspec", None) and item.callspec.params.get("be")  # type: ignore[attr-defined]
-        if backend and backend.name in ("dask", "dask-batch", "jax-operations", "tensorflow-operations"):
-            groups.setdefault((item.location[0] + item.originalname, backend.name), []).append(item)  # type: ignore[attr-defined]
-    # An odd stride, for otherwise it is always the same dtype.
-    most = {"dask": 3, "dask-batch": 3}
-    left_out = {
-        item
-        for (_, name), group in groups.items()
-        for i, item in enumerate(group)
-        if i % (len(group) // most.get(name, 10) | 1)
-    }
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        backend = given.get("be") or BACKENDS.get(given.get("framework", given.get("differentiable", "")))
+        if item.get_closest_marker("cuda") and "cuda" not in BACKENDS:
+            left_out.add(item)
+        elif isinstance(backend, Backend):
+            needed = [name for marker in item.iter_markers("needs") for name in marker.args]
+            if "dtype" in given:
+                needed.append(given["dtype"])
+            if not all(name in backend.dtypes if name in NUMPY_DTYPES else getattr(backend, name) for name in needed):
+                left_out.add(item)
+            elif backend.name in SHARE_OF_TESTS:
+                groups.setdefault((item.location[0] + item.originalname, backend.name), []).append(item)  # type: ignore[attr-defined]
+    for (_, name), group in groups.items():
+        few, most = SHARE_OF_TESTS[name]
+        kept = _spread(group, most)
+        left_out.update(set(group) - set(kept))
+        for item in set(kept) - set(_spread(kept, few)):
+            item.add_marker(pytest.mark.long)
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+
+
+def _spread(group: list[pytest.Item], most: int) -> list[pytest.Item]:
+    """So many of a list at most, from all over it. By an odd stride, for otherwise it is always the same dtype."""
+    stride = -(-len(group) // most) | 1
+    return group if len(group) <= most else group[stride // 2 :: stride]

@@ -1184,6 +1184,7 @@ def test_example_tunes_where_it_does_not_test(example, monkeypatch, tmp_path, ca
     assert not {tuple(a.flatten().tolist()) for a in held} & {tuple(a.flatten().tolist()) for a in tests}
 
 
+@pytest.mark.long
 def test_example_side_by_side(example, monkeypatch, tmp_path, capsys):
     """Several at once come to the same results."""
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")

@@ -13,7 +13,7 @@ from clipaware import attacks
 from clipaware._backends import torch as torch_backend
 from clipaware.attacks import AttackResult, Robustness, gradient_attack, noise_attack, noise_robustness
 from clipaware.reference import bisect_rescale, norm64
-from conftest import BACKENDS, MODULES, jax, tf
+from conftest import jax, tf
 
 ORDERS = [1, 1.5, 2, 3, math.inf]
 SHAPE = 3, 6, 5
@@ -39,20 +39,6 @@ def _dtype(x):
 
 def _linear(x):
     return x.reshape(len(x), -1).astype(_dtype(x)) @ WEIGHTS.astype(_dtype(x))
-
-
-@pytest.fixture(params=["numpy", "torch", "jax", "tensorflow", "array-api-strict"])
-def framework(request):
-    if MODULES.get(request.param, np) is None:
-        pytest.skip(f"{request.param} is not installed")
-    return BACKENDS[request.param]
-
-
-@pytest.fixture
-def differentiable(framework):
-    if framework.name not in ("torch", "jax", "tensorflow"):
-        pytest.skip(f"{framework.name} does not differentiate")
-    return framework
 
 
 def problem(dtype="float32", seed=0):

@@ -19,6 +19,7 @@ from clipaware import distributed, noise, targets
 from clipaware._backends import numpy as numpy_backend
 from clipaware.reference import bisect_rescale, directions, norm64, sort_rescale
 from oracle import mp_gradients
+from tiers import in_test_all
 
 pytest.importorskip("torch.distributed.tensor", reason="this PyTorch has no DTensor")
 if not (dist.is_available() and dist.is_gloo_available()):
@@ -641,7 +642,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, *in_test_all(4)])
 def test_world(size, tmp_path):
     said = world(size, tmp_path, CASES)
     assert not any(said), "\n".join(filter(None, said))
@@ -659,7 +660,7 @@ def one_gives_up(size):
     ca.perturb(X, D, 0.5)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, *in_test_all(4)])
 def test_others_raise_when_one_fails(size, tmp_path):
     said = world(size, tmp_path, [one_gives_up], seconds=5)
     assert "out of luck" in said[1]

@@ -21,10 +21,8 @@ EPS = np.array([0.3, 0.0, 1.0, 99.0])
 RAW = {"numpy": np.asarray, "torch": torch.tensor, "jax": jax and jax.numpy.asarray, "tensorflow": tf and tf.constant}
 
 
-@pytest.fixture(params=RAW)
+@pytest.fixture(params=[name for name, make in RAW.items() if make is not None])
 def wrap(request):
-    if RAW[request.param] is None:
-        pytest.skip(f"{request.param} is not installed")
     return lambda a: ep.astensor(RAW[request.param](a))
 
 

@@ -154,7 +154,7 @@ def test_kink_counts_as_unclipped(be, p, delta):
 def test_no_warnings(be, dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for p in ORDERS:
+        for p in ORDERS if be.eager else (2, math.inf):
             for delta in (D, D * 0, D * 1e-5, D * 1e4):
                 for eps in (0.0, 1e-3, 0.5, 10.0):
                     assert np.isfinite(be.perturb(X, delta, eps, p=p, dtype=dtype)).all()
@@ -201,6 +201,7 @@ def test_case_7_infinite_bounds(be):
         assert (v <= 1).all() or bounds[1] != 1
 
 
+@pytest.mark.needs("float16")
 def test_case_8_float16(be):
     x, delta = uniform(3, 3072, "float16")
     for d in (delta, np.where(np.arange(3072) % 2, delta, 0).astype("float16")):
@@ -208,6 +209,7 @@ def test_case_8_float16(be):
         np.testing.assert_allclose(norm64(v.astype(float), x.astype(float), 2), 3, rtol=1e-5)
 
 
+@pytest.mark.needs("bfloat16")
 def test_case_9_bfloat16(be):
     rng = np.random.default_rng(0)
     x, delta = (be.numpy(be.array(a, "bfloat16")) for a in (rng.random((1, 150528)), rng.standard_normal((1, 150528))))
@@ -301,6 +303,7 @@ def test_directions_that_span_the_whole_range_of_the_dtype(be, p):
     np.testing.assert_array_equal(v, np.ones((1, 40), "float32"))
 
 
+@pytest.mark.needs("subnormal")
 def test_mixed_scales_in_one_row(be):
     """One element is huge and clipped, what is left would underflow next to it."""
     for p in (1, 2, 50):
@@ -448,6 +451,7 @@ def test_scales_near_the_largest_numbers(be):
     assert found > 1 - 1e-12
 
 
+@pytest.mark.needs("float16")
 @pytest.mark.parametrize("p", [30, 2000])
 def test_nearest_of_a_coarse_grid_for_a_large_order(be, p):
     """An array whose norm is a quarter more or less: its power overflows, or vanishes, and it is near all the same."""
@@ -474,6 +478,7 @@ def test_report_of_naive_scales_beyond_all_numbers(be):
     np.testing.assert_allclose(np.asarray(be.numpy(found.naive_norm), float), 1e300, rtol=1e-13)
 
 
+@pytest.mark.needs("float16")
 def test_subnormal_numbers_of_float16(be):
     """They are multiples of 2^-24 below 2^-14, where float32 is far from its own."""
     unit = 2.0**-24

@@ -128,6 +128,7 @@ def test_torch_distributed():
         assert int(collectives) <= 5
 
 
+@pytest.mark.long
 def test_eight_devices():
     pytest.importorskip("jax", reason="JAX is not installed")
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

@@ -861,6 +861,7 @@ def test_the_controls_move_the_numbers(visitors) -> None:
     assert_shows(page, rocket)
 
 
+@pytest.mark.long
 def test_noise_seed_bounds_and_precision(visitors) -> None:
     page = visitors()
     page.slide_to(50)
@@ -880,6 +881,7 @@ def test_noise_seed_bounds_and_precision(visitors) -> None:
     assert "expected the lower one first" in page.message()
 
 
+@pytest.mark.long
 def test_uploads_good_and_bad(visitors, server, tmp_path) -> None:
     page, other = visitors(), visitors()
     path = picture(tmp_path / "mine.png")
@@ -910,6 +912,7 @@ def test_uploads_good_and_bad(visitors, server, tmp_path) -> None:
     page.wait_for("reach", reach)
 
 
+@pytest.mark.long
 def test_downloads(visitors, server, tmp_path, monkeypatch, capsys) -> None:
     page = visitors()
     page.slide_to(60)
@@ -941,6 +944,7 @@ def test_downloads_are_what_is_shown(visitors, tmp_path) -> None:
     assert "the size is -5" in page.message()
 
 
+@pytest.mark.long
 def test_numbers_that_cannot_be(visitors) -> None:
     """They stay as they were typed, and a message says what is wrong until it is mended."""
     page = visitors()
@@ -967,6 +971,7 @@ def test_numbers_that_cannot_be(visitors) -> None:
     page.page.get_by_text("is more than this noise can have").wait_for()
 
 
+@pytest.mark.long
 def test_the_number_and_the_slider_follow_each_other(visitors) -> None:
     page = visitors()
     number = page.page.locator("#picture-size input")
@@ -984,6 +989,7 @@ def test_the_number_and_the_slider_follow_each_other(visitors) -> None:
     assert float(number.input_value()) == float(slider.input_value()) == 120
 
 
+@pytest.mark.long
 def test_a_sign_while_it_works(visitors) -> None:
     page = visitors()
     sign, held = page.page.locator("#picture-busy .ca-busy"), []
@@ -1004,6 +1010,7 @@ def test_a_sign_while_it_works(visitors) -> None:
     assert page.number("asked") == 70
 
 
+@pytest.mark.long
 def test_what_is_too_large_to_upload_is_said(visitors, tmp_path) -> None:
     page = visitors()
     (tmp_path / "large.png").write_bytes(bytes(2**20 + 1))
@@ -1016,6 +1023,7 @@ def test_what_is_too_large_to_upload_is_said(visitors, tmp_path) -> None:
     page.page.locator("#picture-title").get_by_text("Your own").wait_for()
 
 
+@pytest.mark.long
 def test_the_sound_tab(visitors, tmp_path) -> None:
     page = visitors()
     page.page.get_by_role("tab", name="Sound").click()
@@ -1041,6 +1049,7 @@ def test_the_sound_tab(visitors, tmp_path) -> None:
     assert "is no sound that can be read here" in page.message("sound")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_page_fits_the_window(width, visitors, tmp_path) -> None:
     page = visitors(width)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import clipaware as ca
-from clipaware._backends import numpy as numpy_backend
 from clipaware.reference import directions, sort_rescale
 from oracle import mp_gradients
 
@@ -146,8 +145,7 @@ def test_large_and_small_scales(be):
 
 def test_eps_zero_and_a_large_order():
     """What has no room does not count, however large it is: compiled kernels take powers of the others alone."""
-    if numpy_backend.kernels() is None:
-        pytest.skip("Numba is not installed")
+    pytest.importorskip("numba", reason="Numba is not installed")
     x, delta, g = np.array([-1.0, -3.0]), np.array([-1.0, -4.0]), np.array([0.5, 2.0])
     _, _, eps_bar, _, _ = ca.perturb_vjp(x, delta, 0.0, g, p=2000, bounds=(-3, -1))
     np.testing.assert_allclose(eps_bar, -0.5)
@@ -161,6 +159,7 @@ def test_no_elements(be):
         assert not np.any(bar)
 
 
+@pytest.mark.needs("eager", "whole_samples")
 def test_long_rows_and_many_rows(be):
     """More elements than are worked on at a time."""
     rng = np.random.default_rng(0)

@@ -45,24 +45,24 @@ def test_axis(be, axis, p):
         np.testing.assert_array_equal(be.rescale(X, D, given, p=p, axis=axis).shape, kept)
 
 
+@pytest.mark.needs("same_alone")
 def test_one_picture_of_a_batch_alone(be):
     for i in range(4):
         np.testing.assert_array_equal(be.perturb(X, D, 1.3)[i], be.perturb(X[i], D[i], 1.3, axis=None))
 
 
-@pytest.mark.parametrize("n", [3, 900, 5000, 300_000])
+@pytest.mark.parametrize("n", [3, 300_000, 900, 5000])
 def test_a_row_does_not_depend_on_the_others(be, n):
     rng = np.random.default_rng(n)
-    for dtype in ("float32", "float64"):
-        for p in (2, 3.5):
-            x, delta = rng.random((9, n)).astype(dtype), rng.standard_cauchy((9, n)).astype(dtype)
-            eps = be.reach(x, delta, p=p, dtype=dtype)[:, 0] * np.linspace(0.05, 1.05, 9)
-            together = be.perturb(x, delta, eps, p=p, dtype=dtype)
-            for i in (0, 4, 8):
-                alone = be.perturb(x[i], delta[i], float(eps[i]), p=p, dtype=dtype)
-                # A GPU's kernels leave long rows as they are once their norm is within 2.5e-7 of eps.
-                single = 2e-6 if be.name in ("cuda", "cupy") else 4e-7
-                np.testing.assert_allclose(together[i], alone, rtol=0, atol=single if dtype == "float32" else 1e-14)
+    for dtype, p in (("float32", 2), ("float64", 3.5)):
+        x, delta = rng.random((9, n)).astype(dtype), rng.standard_cauchy((9, n)).astype(dtype)
+        eps = be.reach(x, delta, p=p, dtype=dtype)[:, 0] * np.linspace(0.05, 1.05, 9)
+        together = be.perturb(x, delta, eps, p=p, dtype=dtype)
+        for i in (0, 4, 8):
+            alone = be.perturb(x[i], delta[i], float(eps[i]), p=p, dtype=dtype)
+            # A GPU's kernels leave long rows as they are once their norm is within 2.5e-7 of eps.
+            single = 2e-6 if be.name in ("cuda", "cupy") else 4e-7
+            np.testing.assert_allclose(together[i], alone, rtol=0, atol=single if dtype == "float32" else 1e-14)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -114,17 +114,18 @@ def test_layouts_torch():
     assert ca.perturb(x.requires_grad_(False), delta, 1.1).requires_grad is False
 
 
+@pytest.mark.needs("eager")
 def test_inputs_are_never_modified(be):
     rng = np.random.default_rng(0)
     for dtype in be.dtypes:
-        for n in (10, 140_000) if be.name != "jax-operations" else (10,):
+        for n in (10, 140_000):
             x, delta = be.array(rng.random((3, n)), dtype), be.array(rng.standard_normal((3, n)), dtype)
             eps = be.array(np.array([0.5, 1.0, 100000.0]), "float64")
             lower, upper = be.array(np.zeros(n), dtype), be.array(np.ones((3, 1)), dtype)
             everything = (x, delta, eps, lower, upper)
             before = [be.numpy(a).copy() for a in everything]
-            for p in (1, 2, 2.5, math.inf):
-                for mode in ("equal", "at_most", "at_least"):
+            for p in (2, 2.5, math.inf) if n == 10 else (2,):
+                for mode in ("equal", "at_most", "at_least") if n == 10 else ("equal",):
                     v = ca.perturb(x, delta, eps, p=p, bounds=(lower, upper), mode=mode)
                     ca.rescale(x, delta, eps, p=p, bounds=(lower, upper), mode=mode)
                 ca.reach(x, delta, p=p, bounds=(lower, upper))

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tiers import in_test_all
+
 pytest.importorskip("jax", reason="JAX is not installed")
 
 FILE = Path(__file__).parent / "jax_on_eight_devices.py"
@@ -23,12 +25,13 @@ def on_eight_devices(check):
 
 @pytest.mark.parametrize(
     "check",
-    ["auto", "explicit", "program", "exchanges", "pictures", "rows", "transformations", "shard_map"],
+    ["auto", *in_test_all("explicit", "program", "exchanges", "pictures", "rows", "transformations", "shard_map")],
 )
 def test_on_eight_devices(check):
     on_eight_devices(check)
 
 
+@pytest.mark.long
 def test_arguments_that_are_split_differently():
     errors = on_eight_devices("arguments").splitlines()
     assert len(errors) == 4

@@ -24,14 +24,16 @@ from clipaware._backends import numpy as backend
 from clipaware._kernels import compiled, threads
 from clipaware._kernels import numba as kernels
 from clipaware.reference import directions
+from tiers import in_test_all
 
 ORDERS = [1, 1.5, 2, 2.7, 3, 4, 20, math.inf]
 
 
 @pytest.fixture
 def restored_threads():
+    before = threads.count()
     yield
-    ca.set_threads(None)
+    ca.set_threads(before)
 
 
 def large(rows=64, n=5000, seed=0):
@@ -56,7 +58,7 @@ def mixed(n, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("p", ORDERS)
-@pytest.mark.parametrize("n", [2, 700, 9000])
+@pytest.mark.parametrize("n", [700, *in_test_all(2, 9000)])
 def test_kernels_agree_with_the_text(n, p, dtype, monkeypatch):
     x, delta, eps = mixed(n, dtype)
     eps[8] *= ca.reach(x, delta, p=p)[8, 0]
@@ -82,7 +84,7 @@ def test_kernels_agree_with_the_text(n, p, dtype, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("p", ORDERS)
-@pytest.mark.parametrize("n", [5, 20_000])
+@pytest.mark.parametrize("n", [20_000, *in_test_all(5)])
 def test_a_long_row_in_parts_is_the_same_row(n, p, dtype, monkeypatch, restored_threads):
     """One row's sweeps spread over threads; every kind of row, most of which are not long."""
     x, delta, eps = mixed(n, dtype)
@@ -324,9 +326,11 @@ def test_the_interpreters_lock_stays_off():
         "import numba.core.caching as c; c.CacheImpl._locator_classes = []; ",  # nowhere to write to
         "import sys; sys.modules['numba'] = None; ",  # not installed
         # A disk that fills up.
-        "import numba.core.caching as c\n"
-        "def full(*_): raise OSError(28, 'No space left on device')\n"
-        "c.IndexDataCacheFile.save = full; c.IndexDataCacheFile.load = lambda *_: None\n",
+        *in_test_all(
+            "import numba.core.caching as c\n"
+            "def full(*_): raise OSError(28, 'No space left on device')\n"
+            "c.IndexDataCacheFile.save = full; c.IndexDataCacheFile.load = lambda *_: None\n"
+        ),
     ],
     ids=["as it is", "read-only", "no Numba", "full"],
 )

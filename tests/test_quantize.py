@@ -245,6 +245,7 @@ def test_with_and_without_kernels_the_same(monkeypatch):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("p", ORDERS)
+@pytest.mark.needs("whole_samples")
 def test_every_backend(be, p, mode):
     x = picture((3, 6, 7, 2))
     delta = np.random.default_rng(3).standard_normal(x.shape)
@@ -258,6 +259,7 @@ def test_every_backend(be, p, mode):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
+@pytest.mark.needs("whole_samples")
 def test_every_dtype(be, dtype):
     x, delta = picture((2, 50)), np.random.default_rng(3).standard_normal((2, 50))
     v = be.numpy(ca.perturb_quantized(be.array(x, dtype), be.array(delta, dtype), 0.5))

@@ -84,6 +84,7 @@ def test_jax_training_step():
     assert names["curvature"].shape == (64, 64)
 
 
+@pytest.mark.long
 def test_keras_layer():
     pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
     names: dict = {}
@@ -128,6 +129,7 @@ def test_noise_page():
     assert names["model"](np.zeros((4, 32, 32, 3), np.float32)).shape == (4, 10)
 
 
+@pytest.mark.long
 def test_attacks_page(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="Matplotlib is not installed")
     monkeypatch.chdir(tmp_path)
@@ -147,6 +149,7 @@ def test_attacks_page(tmp_path, monkeypatch):
     assert abs(names["v"] - names["x"]).max() <= 0.1
 
 
+@pytest.mark.long
 def test_adversarial_noise_page(tmp_path, monkeypatch):
     pytest.importorskip("scipy", reason="SciPy is not installed")
     monkeypatch.chdir(tmp_path)
@@ -223,6 +226,7 @@ def has_no_test_of_its_own(page):
     [page for page in PAGES if blocks(page) and has_no_test_of_its_own(page)],
     ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
+@pytest.mark.long
 def test_page(page, capsys, tmp_path, monkeypatch):
     """Its blocks run one after another; what they print is on the page, what it says that they print is printed."""
     monkeypatch.chdir(tmp_path)
@@ -282,6 +286,7 @@ def test_scaling_page(tmp_path, monkeypatch, capsys):
     [(1, "jax", []), (2, "torch", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"])],
     ids=["jax", "torch"],
 )
+@pytest.mark.long
 def test_scaling_page_on_several_devices(tmp_path, number, framework, launch):
     pytest.importorskip(framework, reason=f"{framework} is not installed")
     code = blocks(ROOT / "docs" / "scaling.md")[number]

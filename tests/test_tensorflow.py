@@ -14,6 +14,7 @@ import torch
 import clipaware as ca
 from clipaware.reference import norm64
 from conftest import NUMPY_DTYPES
+from tiers import in_test_all
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 keras = pytest.importorskip("keras", reason="Keras is not installed")
@@ -54,7 +55,7 @@ def assert_alike(found, expected, rtol=1e-6, atol=2e-6):
 # --- graphs and XLA ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("p", [1, 1.5, 2, 3, 10, math.inf])
+@pytest.mark.parametrize("p", [2, math.inf, *in_test_all(1, 1.5, 3, 10)])
 def test_a_graph_does_what_eager_does(p):
     """Values and all gradients, with a bound per element and one per row."""
 
@@ -68,7 +69,7 @@ def test_a_graph_does_what_eager_does(p):
     assert_alike(graph(*inputs), gradients(function, inputs, G), rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("mode", ["equal", "at_most", "at_least"])
+@pytest.mark.parametrize("mode", ["equal", *in_test_all("at_most", "at_least")])
 def test_every_edge_case_in_a_graph(mode):
     def function(x, delta, eps, lower, upper):
         return ca.perturb(x, delta, eps, bounds=(lower, upper), mode=mode)
@@ -87,8 +88,9 @@ def test_jit_compile_does_what_eager_does():
     assert_alike(tf.function(function, jit_compile=True)(*ARRAYS), function(*ARRAYS))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "jit"), [("bfloat16", True), *in_test_all(("float16", False), ("float16", True), ("bfloat16", False))]
+)
 def test_rounding_to_half_precision_survives_xla(dtype, jit):
     """XLA may take a cast to half precision and back for nothing; the polish must see what is written."""
     x, delta = (tf.cast(a, dtype) for a in ARRAYS)
@@ -107,7 +109,7 @@ def test_rounded_is_what_a_cast_does():
         np.testing.assert_array_equal(backend._rounded(v, dtype), tf.cast(tf.cast(v, dtype), tf.float32))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", *in_test_all("bfloat16")])
 def test_at_most_is_a_promise_in_a_graph(dtype):
     x, delta = (tf.cast(a, dtype) for a in ARRAYS)
     v = tf.function(lambda x, delta: ca.perturb(x, delta, EPS, mode="at_most"))(x, delta)
@@ -116,6 +118,7 @@ def test_at_most_is_a_promise_in_a_graph(dtype):
     assert (norms > EPS * (1 - (1e-6 if dtype == "float32" else 1e-3))).all()
 
 
+@pytest.mark.long
 def test_at_most_is_a_promise_of_code_that_xla_optimises():
     """Unlike the others here: then a product and a sum may be rounded once, and elsewhere in the program separately."""
     code = """if True:
@@ -137,7 +140,7 @@ def test_at_most_is_a_promise_of_code_that_xla_optimises():
 # --- dimensions that are not known ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(None, N), (ROWS, None), (None, None)])
+@pytest.mark.parametrize("shape", [(None, None), *in_test_all(((None, N),), ((ROWS, None),))])
 def test_unknown_dimensions(shape):
     spec = tf.TensorSpec(shape, tf.float32)
     function = tf.function(
@@ -151,7 +154,7 @@ def test_unknown_dimensions(shape):
         assert all(a.shape == (0, N) for a in function(*(a[:0] for a in ARRAYS)))
 
 
-@pytest.mark.parametrize("axis", ["batch", None, 1, -1, (0, 2)])
+@pytest.mark.parametrize("axis", [(0, 2), *in_test_all("batch", None, 1, -1)])
 def test_unknown_dimensions_and_axes(axis):
     x, delta = (tf.reshape(a, (ROWS, 5, 6)) for a in ARRAYS)
     spec = tf.TensorSpec((None, None, 6), tf.float32)
@@ -162,8 +165,8 @@ def test_unknown_dimensions_and_axes(axis):
     assert_alike(both(x, delta), (ca.perturb(x, delta, 0.5, axis=axis), ca.rescale(x, delta, 0.5, axis=axis)))
 
 
-@pytest.mark.parametrize("bound", [(None,), (None, None), (None, 1), (1, None)])
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("bound", [(None,), (None, 1), *in_test_all(((None, None),), ((1, None),))])
+@pytest.mark.parametrize("known", [False, *in_test_all(True)])
 def test_eps_and_bounds_of_unknown_length(bound, known):
     """Whether x's own dimensions are known or not; a bound's unknown one may turn out to be 1."""
     shape = [length or full for length, full in zip(bound, (ROWS, N)[-len(bound) :], strict=True)]
@@ -181,7 +184,7 @@ def test_eps_and_bounds_of_unknown_length(bound, known):
         assert_alike(graph(*inputs), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("eps", [np.linspace(0.1, 2, 9), 0.0], ids=["each", "zero"])
+@pytest.mark.parametrize("eps", [np.linspace(0.1, 2, 9), *in_test_all(0.0)], ids=["each", "zero"])
 def test_rows_that_fill_up_a_program_count_for_nothing(eps):
     """Nor do elements; 9 and 33 are lengths that no program is compiled for. Gradients of the bounds sum over rows, and
     so do those of one eps for all."""
@@ -312,8 +315,9 @@ def test_subnormal_bounds_of_bfloat16(upper):
 # --- derivatives ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("p", [1.5, 2, 3])
-@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize(
+    ("p", "graph"), [(1.5, False), *in_test_all((1.5, True), (2, False), (2, True), (3, True), (3, False))]
+)
 def test_second_order(p, graph):
     """Of sum(g*v^2) in x, delta and eps at once, against PyTorch and against differences of the first order."""
     n = 6
@@ -407,7 +411,7 @@ def test_variables(make):
     assert_alike(tf.function(function)(), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *in_test_all("float16")])
 def test_mixed_precision(dtype):
     """The gradient of a half-precision result, computed in float32, to float32 weights."""
     weights = tf.Variable(ARRAYS[1])
@@ -435,8 +439,8 @@ class Noise(keras.layers.Layer):
         return ca.perturb(x, tf.ensure_shape(delta, x.shape), 0.5)
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", *in_test_all("float32")])
+@pytest.mark.parametrize("jit", [True, *in_test_all(False)])
 def test_a_keras_model_trains(policy, jit):
     keras.utils.set_random_seed(0)
     noise = Noise(dtype=policy)

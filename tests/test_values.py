@@ -12,6 +12,8 @@ from clipaware import _math
 from clipaware._backends import numpy as numpy_backend
 from clipaware.reference import directions, norm64
 from oracle import mp_rescale
+from promises import assert_norm
+from tiers import in_test_all
 
 ORDERS = [1, 1.3, 2, 3, 10, 50, math.inf]
 KINDS = ["gaussian", "cauchy", "lognormal", "tied"]
@@ -26,44 +28,33 @@ def problem(kind, n, dtype, scale=1.0, seed=0):
     return x, delta
 
 
-def assert_norm(v, x, eps, p, kind):
-    """The bar: 2e-14 in float64 and 3e-7 in float32, plus what an array of that dtype cannot hold.
-
-    That is half of the step that the norm takes as the element that moves most goes from one number to the next, or as
-    all of those do that move by the same amount.
-    """
-    moves = np.abs(v.astype(float) - x)
-    spacing = np.spacing(np.abs(v).max(axis=1)).astype(float)
-    together = x.shape[1] ** (1 / p) if kind == "tied" else (moves.max(axis=1) / eps) ** (p - 1 if p < math.inf else 0)
-    allowed = (2e-14 if v.dtype == np.float64 else 3e-7) + spacing / 2 * together / eps
-    error = np.abs(norm64(v, x, p) / eps - 1)
-    assert (error <= allowed).all(), (error, allowed)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("p", ORDERS)
 @pytest.mark.parametrize("n", [1, 2, 7, 784, 20_000])
-def test_norm(be, n, p, kind, dtype):
+def test_norm(be, n, p, dtype):
+    """Every kind of direction at every scale and share of the reach, a row each."""
     scales = [1e-30, 1.0, 1e30] if dtype == "float32" else [1e-150, 1.0, 1e150]
-    for scale in scales if n < 10_000 else [1.0]:
-        x, delta = problem(kind, n, dtype, scale)
-        eps = np.asarray(be.reach(x, delta, p=p, dtype=dtype), np.float64)[:, 0] * SHARES
-        x, delta, eps = x[eps > 0], delta[eps > 0], eps[eps > 0]
-        v = be.perturb(x, delta, eps, p=p, dtype=dtype)
-        assert v.dtype == x.dtype
-        assert (v >= 0).all()
-        assert (v <= 1).all()
-        assert_norm(v, x, eps, p, kind)
+    variants = [(kind, scale) for kind in KINDS for scale in (scales if n < 10_000 else [1.0])]
+    problems = [problem(kind, n, dtype, scale) for kind, scale in variants]
+    x, delta = (np.concatenate(arrays) for arrays in zip(*problems, strict=True))
+    tied = np.repeat([kind == "tied" for kind, _ in variants], len(SHARES))
+    eps = be.reach(x, delta, p=p, dtype=dtype)[:, 0].astype(float) * np.tile(SHARES, len(variants))
+    some = eps > 0
+    v = be.perturb(x[some], delta[some], eps[some], p=p, dtype=dtype)
+    assert v.dtype == x.dtype
+    assert (v >= 0).all()
+    assert (v <= 1).all()
+    assert_norm(v, x[some], eps[some], p, tied[some])
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, math.inf])
+@pytest.mark.parametrize("p", [2, *in_test_all(1, 3, math.inf)])
 def test_norm_of_long_rows(be, p):
     x, delta = problem("gaussian", 1_500_000, "float32")
     eps = np.asarray(be.reach(x, delta, p=p, dtype="float32"), np.float64)[:, 0] * SHARES
-    assert_norm(be.perturb(x, delta, eps, p=p, dtype="float32"), x, eps, p, "gaussian")
+    assert_norm(be.perturb(x, delta, eps, p=p, dtype="float32"), x, eps, p)
 
 
+@pytest.mark.long
 def test_norm_of_ten_million(be):
     rng = np.random.default_rng(0)
     x, delta = rng.random((1, 10_000_000), np.float32), rng.standard_cauchy((1, 10_000_000)).astype(np.float32)
@@ -79,7 +70,7 @@ def test_small_eps(be, p, dtype):
     for bounds, scale in (((0, 1), 1), ((0, 255), 255)):
         x = x * np.asarray(scale, dtype)
         v = be.perturb(x, delta, 0.01, p=p, bounds=bounds, dtype=dtype)
-        assert_norm(v, x, np.full(len(x), 0.01), p, "gaussian")
+        assert_norm(v, x, np.full(len(x), 0.01), p)
 
 
 @pytest.mark.parametrize("p", [1, 1.3, 2, 3, 10, 50, math.inf])
@@ -248,18 +239,6 @@ def test_eta_of_much_that_is_small(be):
     np.testing.assert_allclose(eta, 0.3 / delta.sum(dtype=float), rtol=5e-7)
 
 
-def test_every_backend_agrees(be):
-    rng = np.random.default_rng(5)
-    x, delta = rng.random((7, 3, 9, 9)), rng.standard_normal((7, 3, 9, 9))
-    eps = rng.uniform(0.5, 3, 7)
-    # A GPU leaves a row once its norm is within 2e-7.
-    for dtype, atol in (("float64", 1e-15), ("float32", 8e-7 if be.name in ("cuda", "cupy") else 3e-7)):
-        for p in (1.0, 2.0, 4.5, math.inf):
-            v = be.perturb(x, delta, eps, p=p, dtype=dtype)
-            expected = ca.perturb(x.astype(dtype), delta.astype(dtype), eps, p=p)
-            np.testing.assert_allclose(v, expected, rtol=0, atol=atol)
-
-
 @pytest.mark.parametrize("p", [1, 2])
 def test_equal_elements(be, p):
     """Sums of many equal numbers, whose rounding errors do not average out."""
@@ -267,7 +246,7 @@ def test_equal_elements(be, p):
     for n in (300, 4096, 20_000):
         x, delta = np.full((20, n), 0.5, np.float32), np.repeat(rng.uniform(0.1, 1, (20, 1)), n, axis=1)
         eps = rng.uniform(0.05, 0.4, 20) * n ** (1 / p)
-        assert_norm(be.perturb(x, delta, eps, p=p, dtype="float32"), x, eps, p, "tied")
+        assert_norm(be.perturb(x, delta, eps, p=p, dtype="float32"), x, eps, p, tied=True)
 
 
 @pytest.mark.parametrize(("dtype", "sigma"), [("float32", 6), ("float64", 15)])
@@ -284,6 +263,7 @@ def test_eta_of_very_heavy_tails(be, p, dtype, sigma):
         np.testing.assert_allclose(norm64(v, x, p), eps, rtol=1e-6 if dtype == "float32" else 1e-13)
 
 
+@pytest.mark.needs("subnormal")
 @pytest.mark.parametrize("p", [1, 2, 4.5, 10])
 def test_subnormal_delta(be, p):
     x, delta = np.array([[0.5, 0.4, 0.3]], np.float32), np.array([[1, -2, 3]], np.float32)
