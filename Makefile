@@ -26,13 +26,14 @@ BIN := $(VENV)/bin
 TRITON := .venv-triton
 ALONE := .venv-$(EXTRA)
 FRESH := .venv-dist
-INSTALL := -m pip install --quiet --disable-pip-version-check
+# What is never imported need not be compiled to bytecode.
+INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 PIP := $(BIN)/python $(INSTALL)
 SPHINX := $(BIN)/python -m sphinx -W --keep-going -q -d docs/_build/doctrees
 # Of the suite, what dist runs. All of it: make dist DIST_TESTS='tests --pyargs clipaware'
 DIST_TESTS ?= tests/test_package.py tests/test_project.py tests/test_errors.py tests/test_targets.py tests/test_images.py tests/test_explorer.py
 
-.PHONY: demo test test-all test-cpus times test-extra docs linkcheck dist bench torture load fuzz audit mutants versions lint clean
+.PHONY: demo setup test test-all test-cpus times test-extra docs linkcheck dist bench torture load fuzz audit mutants versions lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -75,7 +76,12 @@ PYTEST := -m pytest -n 2 --dist worksteal
 TESTS := $(BIN)/python $(PYTEST)
 INTERPRETED := TRITON_INTERPRET=1 $(TRITON)/bin/python $(PYTEST) tests/test_triton.py tests/test_torture.py -k triton
 
-test: lint $(TRITON)/dev.stamp $(VENV)/docs.stamp $(VENV)/browser.stamp
+# Two at a time: pip and mypy take one core each.
+setup:
+	$(MAKE) -j 2 $(VENV)/dev.stamp $(TRITON)/dev.stamp
+	$(MAKE) -j 2 lint $(VENV)/docs.stamp $(VENV)/browser.stamp
+
+test: setup
 	$(TESTS) -m 'not long'
 	$(INTERPRETED) -m 'not long'
 	$(SPHINX) -D plot_gallery=0 -D suppress_warnings=image.not_readable -b doctest docs docs/_build/doctest

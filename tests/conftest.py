@@ -446,12 +446,12 @@ def _forget_programs(request: pytest.FixtureRequest) -> Iterator[None]:
 # compile a program or make a graph for every test.
 SHARE_OF_TESTS = {
     "jax-operations": (1, 10),
-    "tensorflow-operations": (2, 10),
+    "tensorflow-operations": (1, 10),
     "dask": (1, 3),
     "dask-batch": (1, 3),
     "jax": (2, 1000),
     "tensorflow": (2, 1000),
-    "array-api-strict": (6, 1000),
+    "array-api-strict": (3, 1000),
 }
 
 

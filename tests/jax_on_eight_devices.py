@@ -52,9 +52,12 @@ def assert_small(found, limit):
         assert size <= limit, (kind, size, limit)
 
 
-def check_values(kind):
+ALL_CASES = ("float64", 2, SPLIT), ("float32", 2, SPLIT[2:3]), ("float64", math.inf, SPLIT[1:2])
+
+
+def check_values(kind, cases=ALL_CASES):
     """Every way to split rows and samples, eager and compiled, against NumPy on the whole."""
-    for dtype, p, split in (("float64", 2, SPLIT), ("float32", 2, SPLIT[2:3]), ("float64", math.inf, SPLIT[1:2])):
+    for dtype, p, split in cases:
         x, delta, eps = problem((16, 768), dtype, p)
         v, bars = ca.perturb(x, delta, eps, p=p), ca.perturb_vjp(x, delta, eps, x, p=p)
         close = {"rtol": 1e-6, "atol": 3e-7} if dtype == "float32" else {"rtol": 1e-11, "atol": 1e-13}
@@ -84,6 +87,11 @@ def check_values(kind):
 
 def assert_split(found, like):
     assert found.sharding.is_equivalent_to(like.sharding, like.ndim), found.sharding
+
+
+def check_rows_and_samples():
+    """Split along both, in one program."""
+    check_values(AxisType.Auto, [("float64", 2, SPLIT[2:3])])
 
 
 def check_auto():

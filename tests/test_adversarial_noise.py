@@ -1124,6 +1124,7 @@ def run(example, monkeypatch, folder, *arguments):
 QUICK = ["--quick", "--samples", "96", "--tests", "40", "--epochs", "1", "--further", "1", "--noise-steps", "2"]
 
 
+@pytest.mark.long
 def test_example(example, monkeypatch, tmp_path, capsys):
     for needed in ("sklearn", "matplotlib", "scipy"):
         pytest.importorskip(needed, reason=f"{needed} is not installed")

@@ -30,6 +30,7 @@ from clipaware._cli import demo as demo_module
 from clipaware._cli import env as env_module
 from clipaware._cli import show, work
 from clipaware._media import read
+from tiers import in_test_all
 
 FRAMEWORKS = ("torch", "jax", "tensorflow", "cupy", "dask", "numba", "ml_dtypes", "foolbox", "matplotlib", "PIL")
 COMMANDS = ("perturb", "replay", "measure", "sweep", "explore", "env", "demo")
@@ -623,7 +624,7 @@ def test_measure_of_what_does_not_match(here):
 # --- sweep ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["photo.png", "speech.wav"])
+@pytest.mark.parametrize("name", ["photo.png", *in_test_all("speech.wav")])
 def test_sweep(name, here):
     out, _ = run("sweep", name, "--out", "s", "--rms", "0.02,0.1", "--norms", "1,2,inf")
     assert files("s") == ["delivered.pdf", "delivered.png", "sweep.csv", "sweep.pdf", "sweep.png"]

@@ -16,6 +16,7 @@ from clipaware import noise, targets
 from clipaware._backends import numpy as numpy_backend
 from clipaware.reference import directions, norm64
 from conftest import NUMPY_DTYPES
+from tiers import in_test_all
 
 dask = pytest.importorskip("dask", reason="Dask is not installed")
 da = pytest.importorskip("dask.array", reason="dask.array does not work here")
@@ -428,7 +429,7 @@ def test_from_zarr_to_zarr(tmp_path, scheduler):
     np.testing.assert_allclose(da.from_zarr(str(tmp_path / "v")), ca.perturb(X, D, 1.0), rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float64", *in_test_all("float32")])
 def test_other_processes_give_the_same(dtype):
     """To the last digit: what travels there is what it was."""
     x, delta, g = lazy(*(a.astype(dtype) for a in (X, D / 8, rng.standard_normal(X.shape))), chunks=(4, 3, 17))

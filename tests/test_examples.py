@@ -114,6 +114,7 @@ def test_tables_are_as_in_the_csv(study):
         assert row["exact_norm"] == pytest.approx(row["eps"], rel=1e-6)
 
 
+@pytest.mark.long
 def test_torch_distributed():
     pytest.importorskip("torch.distributed.tensor", reason="this PyTorch has no DTensor")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

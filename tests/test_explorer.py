@@ -483,6 +483,7 @@ def size_after(tab, visit, title="Coffee", **controls):
     return changed[1].given, changed[3].given
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [80.123456, 0.0123, 400.0, 319.0, 0.0])
 def test_a_size_comes_back(size, tab) -> None:
     visit = Visit()
@@ -714,6 +715,7 @@ def test_uploads_that_nobody_looks_at_fill_no_disk(server, tmp_path) -> None:
     assert sent(address, "x.png", b"1") != 507
 
 
+@pytest.mark.long
 def test_an_address_of_ipv6(tmp_path) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
@@ -931,6 +933,7 @@ def test_downloads(visitors, server, tmp_path, monkeypatch, capsys) -> None:
     assert path.read_bytes() == made
 
 
+@pytest.mark.long
 def test_downloads_are_what_is_shown(visitors, tmp_path) -> None:
     page = visitors()
     page.slide_to(60)

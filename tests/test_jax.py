@@ -368,6 +368,7 @@ def test_without_x64(traced, monkeypatch):
             np.testing.assert_array_equal(v, ca.perturb(x, delta, 1.5))
 
 
+@pytest.mark.long
 def test_transformations_without_x64():
     with jax.enable_x64(False):
         x, delta, eps, g = problem(dtype="float32", n=40)
@@ -406,7 +407,7 @@ def test_x64_inside_of_a_trace_without():
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("scale", [1e-34, 1e-20, 1e30])
+@pytest.mark.parametrize("scale", [1e-34, 1e30, *in_test_all(1e-20)])
 def test_scales_without_x64(scale):
     """eta is not in float32's range, its gradients are finite."""
     with jax.enable_x64(False):

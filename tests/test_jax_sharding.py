@@ -25,7 +25,10 @@ def on_eight_devices(check):
 
 @pytest.mark.parametrize(
     "check",
-    ["auto", *in_test_all("explicit", "program", "exchanges", "pictures", "rows", "transformations", "shard_map")],
+    [
+        "rows_and_samples",
+        *in_test_all("auto", "explicit", "program", "exchanges", "pictures", "rows", "transformations", "shard_map"),
+    ],
 )
 def test_on_eight_devices(check):
     on_eight_devices(check)

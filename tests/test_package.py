@@ -49,6 +49,7 @@ def test_learned_noise_loads_nothing_but_torch():
     assert run(f"import sys, clipaware.adversarial_noise; print({others} & set(sys.modules))") == "set()"
 
 
+@pytest.mark.long
 def test_triton_is_never_imported(tmp_path):
     """After TensorFlow that would end the process, here by a Triton that does so whenever it is imported."""
     pytest.importorskip("tensorflow", reason="TensorFlow is not installed")

@@ -49,13 +49,20 @@ def takes(profile, batch):
 CORPUS = {path.stem: from_json(path.read_text()) for path in corpus()}
 
 
-# Triton's interpreter takes seconds for each.
+def is_for_test_all(name, case):
+    """Whether `make test` does without: Triton's interpreter takes seconds for each, the others share NumPy's code."""
+    shared = name in ("jax", "jax32", "tensorflow", "array-api-strict") or (
+        name.startswith("dask") and "dask" not in case
+    )
+    return name == "triton" or shared
+
+
 REPLAYS = [(name, case) for name in HERE for case in CORPUS if takes(HERE[name].profile, CORPUS[case])]
 
 
 @pytest.mark.parametrize(
     ("name", "case"),
-    [r for r in REPLAYS if r[0] != "triton"] + in_test_all(*(r for r in REPLAYS if r[0] == "triton")),
+    [r for r in REPLAYS if not is_for_test_all(*r)] + in_test_all(*(r for r in REPLAYS if is_for_test_all(*r))),
 )
 def test_corpus(name, case):
     assert not check(HERE[name], CORPUS[case]).failures
