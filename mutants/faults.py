@@ -324,7 +324,7 @@ FAULTS = [
         "_kernels/compiled.py",
         "        stop = min(start + LANE, x.size)\n        here, along, low, high",
         "        stop = min(start + LANE - 1, x.size)\n        here, along, low, high",
-        "tests/test_kernels.py -k 'agree_with_the_text and 9000 and float64'",
+        "tests/test_values.py -k 'numpy and not operations and test_norm and 20000 and float64'",
     ),
     Fault(
         "halves are rounded up at every tie",
@@ -679,6 +679,7 @@ FAULTS = [
         "constant_values=_math.ZERO if a.dtype.is_integer else 0",
         "constant_values=_math.REGULAR if a.dtype.is_integer else 0",
         "tests/test_tensorflow.py -k fill_up",
+        long=True,
     ),
     # --- the Array API ------------------------------------------------------------------------------------------------
     Fault(
@@ -1079,6 +1080,7 @@ FAULTS = [
         "APART: tl.constexpr = P == 0",
         INTERPRETED.format("longer_rows"),
         True,
+        long=True,
     ),
     Fault(
         "what is no number becomes one",

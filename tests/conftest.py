@@ -299,7 +299,7 @@ def _is_here(name: str) -> bool:
         return False
     if name == "cuda":
         return GPU == "cuda" or (INTERPRETED and triton_kernels is not None)
-    return name != "cupy" or bool(cupy.is_available())
+    return name != "cupy" or (_optional("array_api_compat") is not None and bool(cupy.is_available()))
 
 
 BACKENDS = {backend.name: backend for backend in ALL_BACKENDS if _is_here(backend.name)}

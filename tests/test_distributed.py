@@ -660,7 +660,8 @@ def one_gives_up(size):
     ca.perturb(X, D, 0.5)
 
 
-@pytest.mark.parametrize("size", in_test_all(2, 4))
+@pytest.mark.long
+@pytest.mark.parametrize("size", [2, 4])
 def test_others_raise_when_one_fails(size, tmp_path):
     said = world(size, tmp_path, [one_gives_up], seconds=5)
     assert "out of luck" in said[1]

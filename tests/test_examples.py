@@ -55,6 +55,7 @@ def run(study, folder, monkeypatch):
         return code, out, list(csv.DictReader(file))
 
 
+@pytest.mark.long
 def test_study(study, folder, monkeypatch, capsys):
     code, out, rows = run(study, folder, monkeypatch)
     assert code == 0

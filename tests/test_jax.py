@@ -447,11 +447,11 @@ def test_half_precision_gradients(dtype, p):
     np.testing.assert_allclose(np.asarray(found, float), expected, rtol=0.03, atol=0.03 * np.abs(expected).max())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("lengths", "cases"),
     [
-        ("(784,)", '(9.0, 2, "equal"), (3.0, 1, "at_most")'),
-        *in_test_all(("(784, 5000)", '(0.01, 2, "equal"), (9.0, 2, "equal"), (3.0, 1, "at_most"), (3.0, 3, "equal")')),
+        ("(784, 5000)", '(0.01, 2, "equal"), (9.0, 2, "equal"), (3.0, 1, "at_most"), (3.0, 3, "equal")'),
     ],
 )
 def test_as_xla_compiles_by_default(lengths, cases):
@@ -490,6 +490,7 @@ def test_quotients_that_xla_rearranges():
             np.testing.assert_allclose(found, ca.rescale(x, delta, eps, p=p), rtol=1e-12)
 
 
+@pytest.mark.long
 def test_two_devices():
     code = """if True:
     import jax, jax.numpy as jnp, clipaware as ca

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import csv
 import importlib
 import importlib.metadata
 import importlib.util
@@ -164,3 +166,28 @@ def test_a_table_of_nothing_is_an_error(measured, only):
 def test_two_values_for_one_cell_are_an_error(measured):
     with pytest.raises(ValueError, match="two values for time, ours"):
         measured.table(LINES, {"rows": "quantity", "columns": "variant"})
+
+
+def tests_by_name():
+    """The functions of all test files, by their ids without parameters."""
+    return {
+        f"tests/{path.name}::{node.name}": node
+        for path in (ROOT / "tests").glob("test_*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test")
+    }
+
+
+def test_what_covers_each_test_that_make_test_leaves_out():
+    with (ROOT / "tests" / "tiers.csv").open(newline="") as file:
+        _, *rows = csv.reader(file)
+    tests, leaves_out = tests_by_name(), re.compile(r"in_test_all|mark\.long|cases\(|BOTH_LATER")
+    marked = {
+        name for name, node in tests.items() if any(leaves_out.search(ast.unparse(d)) for d in node.decorator_list)
+    }
+    assert {test for test, change, _ in rows if test in tests and change != "merged"} == marked
+    for test, change, covered_by in rows:
+        assert change in ("moved", "partly moved", "merged"), test
+        assert covered_by in tests or covered_by.startswith(("the same test", "the doctests of make test")), covered_by
+        if change == "moved":
+            assert not covered_by.startswith("the same test"), test
