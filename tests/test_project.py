@@ -168,7 +168,7 @@ def test_two_values_for_one_cell_are_an_error(measured):
         measured.table(LINES, {"rows": "quantity", "columns": "variant"})
 
 
-def tests_by_name():
+def every_test_function():
     """The functions of all test files, by their ids without parameters."""
     return {
         f"tests/{path.name}::{node.name}": node
@@ -181,7 +181,7 @@ def tests_by_name():
 def test_what_covers_each_test_that_make_test_leaves_out():
     with (ROOT / "tests" / "tiers.csv").open(newline="") as file:
         _, *rows = csv.reader(file)
-    tests, leaves_out = tests_by_name(), re.compile(r"in_test_all|mark\.long|cases\(|BOTH_LATER")
+    tests, leaves_out = every_test_function(), re.compile(r"in_test_all|mark\.long|cases\(|BOTH_LATER")
     marked = {
         name for name, node in tests.items() if any(leaves_out.search(ast.unparse(d)) for d in node.decorator_list)
     }
