@@ -31,7 +31,7 @@ SURVIVED = "nothing: it survived"
 COPIED = ("src", "tests", "torture", "pyproject.toml")
 HEAVY = ("dask", "jax", "tensorflow")  # imported only for tests that name them
 # What Numba compiles, and what it takes constants from: its cache would not notice a change there.
-COMPILED = ("_kernels/compiled.py", "_math.py")
+COMPILED = ("_kernels/compiled.py", "_kernels/grid.py", "_math.py")
 # In the process that runs the tests. It must be the copy that is tested.
 RUN = """
 import pathlib, sys, pytest

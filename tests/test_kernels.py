@@ -83,6 +83,20 @@ def test_kernels_agree_with_the_text(n, p, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_one_cotangent_for_all_samples_is_not_copied(dtype, monkeypatch):
+    """As of a sum: one number. Or one row, as of a product with weights that are the same for all samples."""
+    x, delta, eps = mixed(700, dtype)
+    row = np.random.default_rng(1).standard_normal(700).astype(dtype)
+    for g in (np.broadcast_to(row[0], x.shape), np.broadcast_to(row, x.shape)):
+        expected = ca.perturb_vjp(x, delta, eps, g.copy())
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "groups", None)  # where rows are copied
+            found = ca.perturb_vjp(x, delta, eps, g)
+        for mine, theirs in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("p", [2, 2.7, math.inf, *in_test_all(1, 1.5, 3, 4, 20)])
 @pytest.mark.parametrize("n", [20_000, *in_test_all(5)])
 def test_a_long_row_in_parts_is_the_same_row(n, p, dtype, monkeypatch, restored_threads):

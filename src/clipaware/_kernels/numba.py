@@ -1,4 +1,4 @@
-"""Numba on the CPU: how the compiled code of ``compiled.py`` is launched, over threads where that pays."""
+"""Numba on the CPU: how ``compiled.py`` and ``grid.py`` are launched, over threads where that pays."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ from clipaware._kernels.compiled import (
     STATE,
     advance_row,
     begin_row,
-    count_by_table,
-    count_steps,
-    find_changes,
-    find_room,
     look_at_rows,
-    make_steps,
     measure_rows,
     move_rows,
     pull_rows,
     sample_row,
     solve_rows,
-    sum_by_key,
-    sum_sizes,
     sweep_part,
     tally_rows,
+)
+from clipaware._kernels.grid import (
+    count_by_table,
+    count_steps,
+    find_changes,
+    find_room,
+    make_steps,
+    sum_by_key,
+    sum_sizes,
     write_steps,
 )
 from clipaware._math import DOUBLE, SINGLE
@@ -234,7 +236,9 @@ def vjp(
     bars: list[Array] = [np.empty((rows, n), k) if want else None for k, want in zip(kinds, wanted, strict=True)]
     bound_sums, eps_bar = np.empty((rows if needs[2] and in_sum else 0, 2)), np.empty((rows, 1))
     rules = rules_for(n, p, SOLVED, "equal", False, 0, working is np.float32, False)
-    g = g if g.shape[1] == n else np.full((len(g), n), g, working)
+    if g.strides[0] == 0:
+        g = g[:1]  # one row for all samples, as of a sum's gradient: the kernel takes it as such
+    g = easy(np.broadcast_to(g, (len(g), n)), working) if len(g) == 1 else np.broadcast_to(g, (len(g), n))
     h = np.empty((0, 1)) if h is None else h
     direct = all(is_easy(a, working) for a in (x, delta, g))
     for part in [slice(0, rows)] if direct else groups(rows, n):
