@@ -81,7 +81,7 @@ def test_two_devices():
         np.testing.assert_array_equal(np.asarray(ca.perturb(x, delta, eps)), np.asarray(ca.perturb(x, delta, 0.3)))
 
 
-@pytest.mark.parametrize("p", [1, 2, 2.5, math.inf])
+@pytest.mark.parametrize("p", [1, math.inf, *in_test_all(2, 2.5)])
 def test_unchecked_values_make_their_own_row_nan(p):
     x, delta, eps = np.repeat(X[:1], 10, axis=0), np.repeat(D[:1], 10, axis=0), np.full(10, 0.3)
     lower, upper = np.zeros((10, 50)), np.ones((10, 50))

@@ -154,7 +154,7 @@ def test_kink_counts_as_unclipped(be, p, delta):
 def test_no_warnings(be, dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for p in ORDERS if be.eager else (2, math.inf):
+        for p in ORDERS if be.eager and be.whole_samples else (2, math.inf):
             for delta in (D, D * 0, D * 1e-5, D * 1e4):
                 for eps in (0.0, 1e-3, 0.5, 10.0):
                     assert np.isfinite(be.perturb(X, delta, eps, p=p, dtype=dtype)).all()

@@ -343,7 +343,7 @@ def test_report_in_a_trace():
     assert str(found).splitlines()[0].split()[:2] == ["sample", "eps"]
 
 
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", [True, *in_test_all(False)])
 def test_without_x64(traced, monkeypatch):
     """float32 all around, and as exact as it is with x64: inside, sums are float64 all the same."""
     with jax.enable_x64(False):
@@ -479,6 +479,7 @@ def test_as_xla_compiles_by_default(lengths, cases):
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.long
 def test_quotients_that_xla_rearranges():
     """Of one over another it makes products, which overflow where delta spans hundreds of orders of magnitude."""
     x = np.array([[0.4, 0.15, 0.68, 0.41, 0.81, 0.65, 0.11]])

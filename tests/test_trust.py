@@ -25,6 +25,7 @@ import pytest
 
 import clipaware as ca
 from clipaware._kernels import threads
+from tiers import in_test_all
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -535,7 +536,7 @@ class Noisy:
         return AddNoise("gaussian", 1.0, seed=k)(torch.full((1, 3, 16, 16), 0.5))[0]
 
 
-@pytest.mark.parametrize("how", ["fork", "spawn"])
+@pytest.mark.parametrize("how", ["fork", *in_test_all("spawn")])
 def test_workers_of_a_loader(how):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     Noisy()[0]  # before there are others
