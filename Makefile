@@ -33,7 +33,7 @@ SPHINX := $(BIN)/python -m sphinx -W --keep-going -q -d docs/_build/doctrees
 # Of the suite, what dist runs. All of it: make dist DIST_TESTS='tests --pyargs clipaware'
 DIST_TESTS ?= tests/test_package.py tests/test_project.py tests/test_errors.py tests/test_targets.py tests/test_images.py tests/test_explorer.py
 
-.PHONY: demo setup test test-all test-cpus times test-extra docs linkcheck dist bench torture load fuzz audit mutants versions lint clean
+.PHONY: demo setup test interpreted doctests test-all test-cpus times test-extra docs linkcheck dist bench torture load fuzz audit mutants versions lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -83,7 +83,13 @@ setup:
 
 test: setup
 	$(TESTS) -m 'not long'
+	$(MAKE) -j 2 interpreted doctests
+
+interpreted: $(TRITON)/dev.stamp
 	$(INTERPRETED) -m 'not long'
+
+# Of the documentation, without drawing its gallery.
+doctests: $(VENV)/docs.stamp
 	$(SPHINX) -D plot_gallery=0 -D suppress_warnings=image.not_readable -b doctest docs docs/_build/doctest
 
 test-all: $(VENV)/dev.stamp $(TRITON)/dev.stamp $(VENV)/browser.stamp
