@@ -445,8 +445,8 @@ def _forget_programs(request: pytest.FixtureRequest) -> Iterator[None]:
 # kernels behind them, or the algorithm's one text, which "numpy" and "numpy-operations" put through everything; or they
 # compile a program or make a graph for every test.
 SHARE_OF_TESTS = {
-    "jax-operations": (1, 10),
-    "tensorflow-operations": (1, 10),
+    "jax-operations": (1, 6),
+    "tensorflow-operations": (1, 6),
     "dask": (1, 3),
     "dask-batch": (1, 3),
     "jax": (2, 1000),
