@@ -88,15 +88,13 @@ def test_kernels_agree_with_the_text(n, p, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_one_cotangent_for_all_samples_is_not_copied(dtype, monkeypatch):
-    """As of a sum: one number. Or one row, as of a product with weights that are the same for all samples."""
+def test_cotangents_are_not_copied_to_the_size_of_x(dtype, monkeypatch):
+    """One number for all, as of a sum; one row, as of weights that all samples share; or one for each."""
     x, delta, eps = mixed(700, dtype)
     row = np.random.default_rng(1).standard_normal(700).astype(dtype)
+    monkeypatch.setattr(kernels, "groups", None)  # where rows are copied: a dense cotangent is not, either
     for g in (np.broadcast_to(row[0], x.shape), np.broadcast_to(row, x.shape)):
-        expected = ca.perturb_vjp(x, delta, eps, g.copy())
-        with monkeypatch.context() as patch:
-            patch.setattr(kernels, "groups", None)  # where rows are copied
-            found = ca.perturb_vjp(x, delta, eps, g)
+        found, expected = (ca.perturb_vjp(x, delta, eps, given) for given in (g, g.copy()))
         for mine, theirs in zip(found, expected, strict=True):
             np.testing.assert_array_equal(mine, theirs)
 

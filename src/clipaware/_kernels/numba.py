@@ -238,7 +238,8 @@ def vjp(
     rules = rules_for(n, p, SOLVED, "equal", False, 0, working is np.float32, False)
     if g.strides[0] == 0:
         g = g[:1]  # one row for all samples, as of a sum's gradient: the kernel takes it as such
-    g = easy(np.broadcast_to(g, (len(g), n)), working) if len(g) == 1 else np.broadcast_to(g, (len(g), n))
+    if len(g) == 1 or g.shape[1] != n:
+        g = easy(np.broadcast_to(g, (len(g), n)), working)
     h = np.empty((0, 1)) if h is None else h
     direct = all(is_easy(a, working) for a in (x, delta, g))
     for part in [slice(0, rows)] if direct else groups(rows, n):
