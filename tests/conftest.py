@@ -29,7 +29,7 @@ CACHE = ROOT / ".cache"  # programs that were compiled for a test, kept for the 
 
 
 def _digest_of_compiled_code() -> str:
-    """Of every file that Numba's code comes from. Numba itself looks at one of them only."""
+    """A digest of every file that Numba's code comes from. Numba's own key covers only the file that a kernel is in."""
     package = Path(ca.__file__).parent
     files = sorted([*(package / "_kernels").glob("*.py"), package / "_math.py"])
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
@@ -323,7 +323,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Seconds of every test, with what it sets up and clears away; and of every file, and backend."""
+    """Write and show the seconds that every test took, with its fixtures, and every file."""
     if not (path := config.getoption("--times")):
         return
     tests, files = Counter[str](), Counter[str]()
