@@ -132,10 +132,8 @@ def test_convolutions_are_as_said():
     torch.testing.assert_close(drawn, h + z[:, :, 1:6, 1:5])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("p", [1, 2, math.inf])
-@pytest.mark.parametrize("kernel_size", [1, 3])
-@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize(("p", "dtype"), [(2, torch.float32), (1, torch.float64), (math.inf, torch.float32)])
+@pytest.mark.parametrize(("dims", "kernel_size"), [(1, 3), (2, 1), (2, 3), (3, 3)])
 def test_delivers_eps(dims, kernel_size, p, dtype):
     torch.manual_seed(0)
     x = torch.rand(SHAPES[dims], dtype=dtype)

@@ -21,7 +21,7 @@ from torture.shrink import as_test, shrunk
 # Batches of a short run, in `make test` and in `make test-all`. Those that compile or make a graph for each take few.
 BATCHES = dict.fromkeys(LOADERS, (25, 60))
 BATCHES |= {"jax-operations": (1, 2), "jax32-operations": (1, 2), "tensorflow-operations": (1, 2)}
-BATCHES |= {"jax": (6, 60), "jax32": (6, 60), "dask": (4, 12), "dask-batch": (4, 12), "triton": (3, 5)}
+BATCHES |= {"jax": (6, 25), "jax32": (6, 25), "dask": (4, 12), "dask-batch": (4, 12), "triton": (3, 5)}
 
 
 def _loaded():
