@@ -202,6 +202,7 @@ def test_gradients_are_those_through_the_sort(kernel_size):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()) + 1e-15)
 
 
+@pytest.mark.long
 def test_gradients_in_float32_and_other_norms():
     x, y = problem(16)
     model, generator = network().eval(), NoiseGenerator(1, 3)

@@ -73,6 +73,7 @@ def test_tensorflow():
 JAX, KERAS, ARRAY_API, EAGERPY = blocks(ROOT / "docs" / "frameworks.md")
 
 
+@pytest.mark.long
 def test_jax_training_step():
     pytest.importorskip("jax", reason="JAX is not installed")
     names: dict = {}
