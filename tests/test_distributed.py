@@ -642,9 +642,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("size", [2, *in_test_all(4)])
-def test_world(size, tmp_path):
-    said = world(size, tmp_path, CASES)
+# A world of four adds meshes of two axes, and groups that are not all of it.
+OF_FOUR = [every_layout, out_of_reach, uneven, gradients, gradients_of_numbers, collectives, parts_and_groups]
+
+
+@pytest.mark.parametrize(("size", "cases"), [(2, CASES), *in_test_all((4, OF_FOUR))], ids=["2", "4"])
+def test_world(size, cases, tmp_path):
+    said = world(size, tmp_path, cases)
     assert not any(said), "\n".join(filter(None, said))
 
 

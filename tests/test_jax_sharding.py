@@ -16,22 +16,23 @@ pytest.importorskip("jax", reason="JAX is not installed")
 FILE = Path(__file__).parent / "jax_on_eight_devices.py"
 
 
-def on_eight_devices(check):
+def on_eight_devices(*checks):
     environment = os.environ | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"}
-    run = subprocess.run([sys.executable, FILE, check], env=environment, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, FILE, *checks], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
     return run.stdout
 
 
+# Those of one process share what it compiles.
 @pytest.mark.parametrize(
-    "check",
+    "checks",
     [
         "rows_and_samples",
-        *in_test_all("auto", "explicit", "program", "exchanges", "pictures", "rows", "transformations", "shard_map"),
+        *in_test_all("auto explicit", "program exchanges", "pictures rows", "transformations shard_map"),
     ],
 )
-def test_on_eight_devices(check):
-    on_eight_devices(check)
+def test_on_eight_devices(checks):
+    on_eight_devices(*checks.split())
 
 
 @pytest.mark.long
