@@ -665,7 +665,7 @@ def one_gives_up(size):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("size", [2])
+@pytest.mark.parametrize("size", [2, 4])
 def test_others_raise_when_one_fails(size, tmp_path):
     said = world(size, tmp_path, [one_gives_up], seconds=5)
     assert "out of luck" in said[1]

@@ -143,7 +143,7 @@ TRACED_ONLY = {"backend": "aot_eager"}
     ("p", "compiler"),
     [
         *((p, "aot_eager") for p in (2, math.inf)),
-        *in_test_all((3.5, "aot_eager"), (2, "inductor")),
+        *in_test_all((1, "aot_eager"), (3.5, "aot_eager"), (2, "inductor"), (math.inf, "inductor")),
     ],
 )
 def test_compile_fullgraph(p, compiler):
@@ -210,10 +210,7 @@ EDGES = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("p", "compiler"),
-    [(1.5, "aot_eager"), (math.inf, "inductor")],
-)
+@pytest.mark.parametrize(("p", "compiler"), [(1.5, "inductor"), (math.inf, "inductor")])
 def test_compiled_edge_cases_and_transforms(p, compiler):
     torch._dynamo.reset()
     arguments = [torch.tensor(np.array(c, float), requires_grad=True) for c in zip(*EDGES.values(), strict=True)]

@@ -63,7 +63,7 @@ def problem(rows=5, dtype="float64", seed=0, n=ROW):
     return x.astype(NUMPY_DTYPES[dtype]).astype(float), delta.astype(NUMPY_DTYPES[dtype]).astype(float)
 
 
-@pytest.mark.parametrize(("gpu", "p"), cases(2, short=(10, math.inf), rest=(1.5,)), indirect=["gpu"])
+@pytest.mark.parametrize(("gpu", "p"), cases(2, short=(10, math.inf), rest=(1, 1.5, 3)), indirect=["gpu"])
 def test_values(gpu, p):
     """As NumPy's backend finds them in float64. A kind of direction and a share of the reach to each row."""
     kinds = ["gaussian", "cauchy", "tied", "cauchy", "gaussian", "tied"]
@@ -118,7 +118,7 @@ def test_modes(gpu, case):
         assert (norm64(v.astype(float), x, p) <= eps).all()
 
 
-@pytest.mark.parametrize(("gpu", "p"), cases(2, short=(10, math.inf), rest=(1.5,)), indirect=["gpu"])
+@pytest.mark.parametrize(("gpu", "p"), cases(2, short=(10, math.inf), rest=(1, 1.5, 3)), indirect=["gpu"])
 def test_gradients(gpu, p):
     """Also of rows that are out of reach, held, at eps = 0 and without a direction."""
     x, delta = problem(rows=6)
@@ -235,7 +235,7 @@ def test_half_precision_has_the_nearest_norm(gpu, p, dtype):
 
 @pytest.mark.parametrize("gpu", ["long"], indirect=True)
 @pytest.mark.long
-@pytest.mark.parametrize(("share", "dtype"), [(0.4, "bfloat16"), (0.99, "float32")])
+@pytest.mark.parametrize(("share", "dtype"), [(0.4, "bfloat16"), (0.4, "float64"), (0.99, "float32"), (1.2, "float32")])
 def test_programs_that_share_a_row_finish_it(gpu, share, dtype, monkeypatch):
     """And leave nothing to be done by one program, which would take many times as long."""
     rng = np.random.default_rng(0)
@@ -368,7 +368,7 @@ def test_weights_of_numbers_that_are_subnormal(gpu, p):
     np.testing.assert_allclose(found.cpu()[0, 1], expected[0, 1], rtol=1e-12)
 
 
-@pytest.mark.parametrize(("gpu", "p"), cases(short=[4.7], rest=[60]), indirect=["gpu"])
+@pytest.mark.parametrize(("gpu", "p"), cases(short=[4.7], rest=[1.5, 3, 60]), indirect=["gpu"])
 def test_powers_of_numbers_far_from_1(gpu, p):
     """Of one element, whose scale is a quotient whatever the norm."""
     delta = 10.0 ** np.linspace(-250, 250, 81)[:, None]

@@ -54,7 +54,7 @@ def test_norm_of_long_rows(be, p):
 
 
 @pytest.mark.long
-@pytest.mark.needs("eager")
+@pytest.mark.needs("eager")  # programs and graphs have the same sums as in the test above, and take half a minute each
 def test_norm_of_ten_million(be):
     rng = np.random.default_rng(0)
     x, delta = rng.random((1, 10_000_000), np.float32), rng.standard_cauchy((1, 10_000_000)).astype(np.float32)
