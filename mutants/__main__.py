@@ -31,7 +31,11 @@ SURVIVED = "nothing: it survived"
 COPIED = ("src", "tests", "torture", "pyproject.toml")
 HEAVY = ("dask", "jax", "tensorflow")  # imported only for tests that name them
 # What Numba compiles, and what it takes constants from: its cache would not notice a change there.
-COMPILED = ("_kernels/compiled.py", "_kernels/grid.py", "_math.py")
+COMPILED = (
+    *(f"_kernels/{name}.py" for name in ("backward", "fast", "formats", "grid", "loops", "parts", "sweeps")),
+    "_fast.py",
+    "_problem.py",
+)
 # In the process that runs the tests. It must be the copy that is tested.
 RUN = """
 import pathlib, sys, pytest

@@ -29,9 +29,12 @@ CACHE = ROOT / ".cache"  # programs that were compiled for a test, kept for the 
 
 
 def _digest_of_compiled_code() -> str:
-    """A digest of every file that Numba's code comes from. Numba's own key covers only the file that a kernel is in."""
+    """A digest of every file that Numba's code and its constants come from.
+
+    Numba's own key covers only the file that a kernel is in.
+    """
     package = Path(ca.__file__).parent
-    files = sorted([*(package / "_kernels").glob("*.py"), package / "_math.py"])
+    files = sorted([*(package / "_kernels").glob("*.py"), package / "_fast.py", package / "_problem.py"])
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 

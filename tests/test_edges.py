@@ -343,7 +343,7 @@ def test_gradients_of_x_an_ulp_outside_are_those_on_the_bound(be, p):
     delta, g = np.array([[1, 1e-18, -1e-18, 0, -1, 2]]), np.arange(1.0, 7)[None]
     outside, on_it = (be.gradients(a, delta, np.full(1, 0.3), 0.0, 1.0, g, p=p) for a in (x, np.clip(x, 0, 1)))
     for bar, expected in zip(outside, on_it, strict=True):
-        np.testing.assert_array_equal(bar, expected)
+        np.testing.assert_allclose(bar, expected, rtol=2.0**-50, atol=0)  # the two need not be solved in one lane
 
 
 def test_gradients_of_nan_are_zero(be):

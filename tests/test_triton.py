@@ -448,6 +448,7 @@ def test_the_kernels_compile(problems, expected):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from clipaware._kernels import triton as kernels
+    from clipaware._problem import Problem
 
     names = dict(float16="fp16", float32="fp32", float64="fp64", int32="i32", int64="i64")
     compiled = set()
@@ -466,9 +467,10 @@ def test_the_kernels_compile(problems, expected):
     solve, reach, vjp = (function.__wrapped__ for function in (kernels.solve, kernels.reach, kernels.vjp))
     for dtype, p, n, mode in (CASES,):
         x, row = torch.zeros(2, n, dtype=dtype), torch.ones(2, 1, dtype=torch.float64)
-        solve(x, x, row, 0.0, 1.0, p, mode, True)
-        reach(x, x, 0.0, 1.0, p)
-        vjp(x, x, row, 0.0, 1.0, p, row, row.long(), x, None, (True, True, True))
+        problem = Problem(x, x, row, 0.0, 1.0, p)
+        solve(problem, mode, True)
+        reach(problem)
+        vjp(problem, row, row.long(), x, None, (True, True, True))
     print(*sorted(compiled))
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

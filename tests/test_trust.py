@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import ctypes
 import io
 import json
 import math
@@ -492,14 +493,16 @@ def test_no_compiled_call_is_long(number, monkeypatch):
     """Between two of them Ctrl-C is heard."""
     pytest.importorskip("numba", reason="Numba is not installed")
     from clipaware._kernels import numba
+    from clipaware._kernels.loops import FRAME
+    from clipaware._kernels.sweeps import SAMPLE
 
     launch, sizes = numba.launch, []
 
     def launched(kernel, *arguments):
-        if kernel is numba.sweep_part:
-            sizes.append(arguments[7] - arguments[6])
-        elif kernel is numba.solve_rows:
-            sizes.append((arguments[-1] - arguments[-2]) * arguments[0].shape[1])
+        if kernel is numba.solve_rows:
+            sizes.append((arguments[-1] - arguments[-2]) * arguments[2].shape[1] // 4)
+        elif arguments[0] != SAMPLE:  # a sweep over a part of a long row, which its frame describes
+            sizes.append(int(np.frombuffer(ctypes.string_at(arguments[2], FRAME.itemsize), FRAME)["n"][0]))
         return launch(kernel, *arguments)
 
     monkeypatch.setattr(numba, "launch", launched)

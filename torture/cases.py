@@ -261,8 +261,36 @@ def coarse(rng: Rng, rows: int, n: int, dtype: str) -> tuple[Array, ...]:
     return inside(rng, lower, upper, (rows, n), dtype), cast(directions(rng, (rows, n)), dtype), lower, upper
 
 
+def clustered(rng: Rng, rows: int, n: int, dtype: str) -> tuple[Array, ...]:
+    """Many breakpoints in one place, tied or up to 1e-4 of it apart, the others around them."""
+    low, high = [(0.0, 1.0), (-1.0, 1.0), (0.0, 256.0)][rng.integers(3)]
+    # Steps from x to its bound, of which every dtype has all multiples: as many for the room as for delta make a tie.
+    steps, sign = rng.integers(1, 64, (rows, n)), signs(rng, (rows, n))
+    apart = rng.choice([0.0, 4 * ULP[working(dtype)], 1e-6, 1e-5, 1e-4]) * rng.uniform(-0.5, 0.5, (rows, n))
+    x = np.where(sign > 0, high, low) - sign * (high - low) / 64 * steps
+    delta = sign * steps / 64 * (1 + apart)
+    others = rng.random((rows, n)) > rng.uniform(0.1, 1.1, (rows, 1))
+    x = np.where(others, rng.uniform(low, high, (rows, n)), x)
+    delta = np.where(others, directions(rng, (rows, n)), delta) * 2.0 ** rng.integers(-6, 7, (rows, 1))
+    return cast(x, dtype), cast(delta, dtype), cast([[low]], dtype), cast([[high]], dtype)
+
+
+def levels(rng: Rng, rows: int, n: int, dtype: str) -> tuple[Array, ...]:
+    """x of 8 bits and directions of signs, some of them 0, as pictures and the signs of gradients have them."""
+    low, high = [(0.0, 1.0), (-1.0, 1.0), (0.0, 255.0)][rng.integers(3)]
+    lower, upper = cast([[low]], dtype), cast([[high]], dtype)
+    x = low + (high - low) * rng.integers(0, 256, (rows, n)) / 255
+    still = rng.choice([0.0, 0.05, 0.9])
+    unit = rng.choice([1.0, (high - low) / 255])
+    return cast(x, dtype), cast(unit * signs(rng, (rows, n)) * (rng.random((rows, n)) >= still), dtype), lower, upper
+
+
 FAMILIES = {
-    f.__name__: f for f in (usual, denormal, overflowing, tied, geometric, lone, edges, zeros, patchy, spread, coarse)
+    f.__name__: f
+    for f in (
+        *(usual, denormal, overflowing, tied, geometric, lone, edges, zeros, patchy, spread, coarse),
+        *(clustered, levels),
+    )
 }
 
 
@@ -299,6 +327,32 @@ def aims(rng: Rng, truth: Truth) -> Array:
     with np.errstate(all="ignore"):
         eps = np.where(np.isfinite(eps), np.minimum(eps, most), most)
         return eps.astype(np.float64)
+
+
+def aims_in_a_cluster(rng: Rng, truth: Truth) -> Array:
+    """Mostly the norm at a scale where breakpoints are closest together, or next to it."""
+    eps = aims(rng, truth)
+    rows, n = truth.x.shape
+    with np.errstate(all="ignore"):
+        breaks = np.sort(np.where(truth.moves & (truth.room > 0), truth.room / truth.size, L(np.inf)), axis=1)
+        many = max(1, n // 12)
+        width = breaks[:, many:] / breaks[:, :-many] if n > many else np.ones((rows, 1))
+        first = np.where(np.isfinite(width), width, np.inf).argmin(axis=1)
+        which = np.minimum(first + rng.integers(0, many + 1, rows), max(n - 1, 0))
+        chosen = np.take_along_axis(breaks, which[:, None], 1)
+        off = signs(rng, (rows, 1)) * rng.choice([0.0, 1e-7, 1e-6, 1e-5, 1e-4], (rows, 1)) * rng.random((rows, 1))
+        kink = truth.norm_at(chosen * (1 + off))[:, 0]
+    return np.where(np.isfinite(kink) & (rng.random(rows) < 0.8), kink, eps).astype(np.float64)
+
+
+def aims_near_x(rng: Rng, truth: Truth) -> Array:
+    """Mostly a small part of the reach."""
+    eps, rows = aims(rng, truth), truth.x.shape[0]
+    small = truth.reach[:, 0] * 10.0 ** rng.uniform(-4, math.log10(0.3), rows)
+    return np.where(rng.random(rows) < 0.8, small, eps).astype(np.float64)
+
+
+AIMS = {"clustered": aims_in_a_cluster, "levels": aims_near_x}  # of other families, `aims`
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
@@ -349,6 +403,8 @@ def make(seed: int, index: int, profile: Profile) -> Batch:
         p, mode, dtype = float(pool.choice(ORDERS)), str(pool.choice(MODES)), str(pool.choice(profile.dtypes))
     else:
         n, p = length(rng, profile.longest), float(rng.choice(SOME)) if profile.few_orders else order(rng)
+        if family in AIMS:  # hundreds of elements, and thousands
+            n = int(min(profile.longest, 2.0 ** rng.uniform(5, 12.5)))
         mode = str(rng.choice(MODES, p=[0.6, 0.2, 0.2]))
         most = max(1, 2**14 // max(n, 1))
         rows = int(min(profile.most_rows, most, max(profile.least_rows, 2.0 ** rng.uniform(0, 6.1))))
@@ -377,7 +433,7 @@ def make(seed: int, index: int, profile: Profile) -> Batch:
         lower, upper = (np.repeat(b[:, ::k], k, axis=1) if b.shape[1] > 1 else b for b in (lower, upper))
         x = cast(np.clip(x, lower, upper), dtype)
     truth = Truth(x, delta, lower, upper, np.zeros(rows), p, dtype)
-    eps = aims(rng, truth)
+    eps = AIMS.get(family, aims)(rng, truth)
     if profile.single_eps:
         eps = np.minimum(eps, 1e37).astype(np.float32).astype(np.float64)
     if look.eps == "number":

@@ -7,27 +7,24 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from clipaware import _check, _math
+from clipaware import _check
 from clipaware._dispatch import public
+from clipaware._problem import UNREACHABLE, ZERO, Problem
 from clipaware._report import Report
 
 Array = Any
 ArrayT = TypeVar("ArrayT")
 
 
-class _Problem(NamedTuple):
-    """The arguments of a call, checked, as (rows, n) arrays of the backend `be`.
+class _Call(NamedTuple):
+    """The arguments of a call, checked, as a problem for the backend `be`.
 
-    Or, for a backend whose arrays may be spread over devices along any axis, with all of x's axes, in that order.
+    Its arrays are (rows, n) or, for a backend whose arrays may be spread over devices along any axis, have all of x's
+    axes, in that order.
     """
 
     be: Any
-    x: Array
-    delta: Array
-    eps: Array  # (rows, 1) or (1, 1); of all axes, those of a sample are 1
-    lower: Array  # each axis as in x, or 1
-    upper: Array
-    p: float
+    problem: Problem
     shape: tuple[int, ...]
     order: tuple[int, ...]  # x's axes: those of the batch, then those of a sample
     samples: int  # how many axes are a sample's
@@ -35,16 +32,9 @@ class _Problem(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]  # in which eps and the bounds came
     span: dict[str, int]  # for a backend to which all axes go: how many are a sample's
 
-    # Not slices: older PyTorch does not compile those of a named tuple, nor its _replace.
-    def inputs(self) -> tuple[Any, ...]:
-        return self.x, self.delta, self.eps, self.lower, self.upper, self.p
-
-    def of_reach(self) -> tuple[Any, ...]:
-        return self.x, self.delta, self.lower, self.upper, self.p
-
     def rows(self, a: Array) -> Array:
         """From x's shape to (rows, n)."""
-        return _to_rows(self.be, a, self.order, self.be.shape(self.x))
+        return _to_rows(self.be, a, self.order, self.be.shape(self.problem.x))
 
     def unrows(self, a: Array) -> Array:
         """Back from (rows, n) to x's shape."""
@@ -58,8 +48,8 @@ def _to_rows(be: Any, a: Array, order: tuple[int, ...], shape: tuple[int, ...]) 
     return be.reshape(a if order == tuple(range(len(order))) else be.permute(a, order), shape)
 
 
-def _problem(x: Any, delta: Any, eps: Any, p: Any, bounds: Any, axis: Any, flat: bool = False) -> _Problem:
-    """The problem; `flat` if it must be (rows, n) for every backend."""
+def _call_of(x: Any, delta: Any, eps: Any, p: Any, bounds: Any, axis: Any, flat: bool = False) -> _Call:
+    """The call; `flat` if its problem must be (rows, n) for every backend."""
     be = _check.array(x, "x")
     all_axes = be.TAKES_ALL_AXES and not flat
     _check.floating(be, x, "x")
@@ -102,7 +92,8 @@ def _problem(x: Any, delta: Any, eps: Any, p: Any, bounds: Any, axis: Any, flat:
         x, delta = be.reshape(x, form), be.reshape(delta, form)
     shapes = eps_shape, low_shape, high_shape
     span = {"samples": len(sample)} if all_axes else {}
-    return _Problem(be, x, delta, eps, lower, upper, p, shape, order, len(sample), kept, shapes, span)
+    problem = Problem(x, delta, eps, lower, upper, p)
+    return _Call(be, problem, shape, order, len(sample), kept, shapes, span)
 
 
 def _bound(
@@ -175,12 +166,12 @@ def perturb(
     >>> float(np.linalg.norm(v - x).round(12))
     0.6
     """
-    return _perturb(_problem(x, delta, eps, p, bounds, axis), mode, unreachable)  # type: ignore[no-any-return]
+    return _perturb(_call_of(x, delta, eps, p, bounds, axis), mode, unreachable)  # type: ignore[no-any-return]
 
 
-def _perturb(problem: _Problem, mode: str, unreachable: str) -> Array:
-    v, *_ = _solve(problem, mode, unreachable, write=True)
-    return problem.unrows(v)
+def _perturb(call: _Call, mode: str, unreachable: str) -> Array:
+    v, *_ = _solve(call, mode, unreachable, write=True)
+    return call.unrows(v)
 
 
 @public
@@ -218,36 +209,36 @@ def rescale(
     >>> eta.round(4)
     array([0.4183])
     """
-    return _rescale(_problem(x, delta, eps, p, bounds, axis), mode, unreachable)  # type: ignore[no-any-return]
+    return _rescale(_call_of(x, delta, eps, p, bounds, axis), mode, unreachable)  # type: ignore[no-any-return]
 
 
-def _rescale(problem: _Problem, mode: str, unreachable: str) -> Array:
-    _, eta, _ = _solve(problem, mode, unreachable, write=False)
-    return problem.be.reshape(problem.be.cast_like(eta, problem.x), problem.kept)
+def _rescale(call: _Call, mode: str, unreachable: str) -> Array:
+    _, eta, _ = _solve(call, mode, unreachable, write=False)
+    return call.be.reshape(call.be.cast_like(eta, call.problem.x), call.kept)
 
 
-def _solve(problem: _Problem, mode: str, unreachable: str, write: bool) -> tuple[Array, Array, Array]:
+def _solve(call: _Call, mode: str, unreachable: str, write: bool) -> tuple[Array, Array, Array]:
     """v (if it is to be written) and eta in rows form, and the status of every row."""
     _check.option(mode, _check.MODES, "mode")
     _check.option(unreachable, _check.UNREACHABLE, "unreachable")
-    be = problem.be
-    v, eta, status = be.solve(*problem.inputs(), mode, write, **problem.span)
+    be = call.be
+    v, eta, status = be.solve(call.problem, mode, write, **call.span)
     if unreachable == "maximize" or mode == "at_most":
         return v, eta, status
-    missed = _missed(problem, status)
+    missed = _missed(call, status)
     if unreachable == "nan":
         return be.where(missed, math.nan, v) if write else v, be.where(missed, math.nan, eta), status
     rows = be.true_rows(missed)
     if len(rows):
-        reached = be.fetch(be.reach(*problem.of_reach(), **problem.span)).ravel()[rows]
-        asked = np.broadcast_to(be.fetch(problem.eps), missed.shape).ravel()[rows]
+        reached = be.fetch(be.reach(call.problem, **call.span)).ravel()[rows]
+        asked = np.broadcast_to(be.fetch(call.problem.eps), missed.shape).ravel()[rows]
         raise _check.UnreachableError(rows, reached, asked)
     return v, eta, status
 
 
-def _missed(problem: _Problem, status: Array) -> Array:
+def _missed(call: _Call, status: Array) -> Array:
     """Where eps was out of reach; also where nothing moves and something is asked for."""
-    return (status == _math.UNREACHABLE) | ((status == _math.ZERO) & (problem.eps > 0))
+    return (status == UNREACHABLE) | ((status == ZERO) & (call.problem.eps > 0))
 
 
 @public
@@ -271,12 +262,12 @@ def reach(x: ArrayT, delta: ArrayT, *, p: float = 2, bounds: tuple[Any, Any] = (
     >>> ca.reach(np.array([0.2, 0.5, 0.9]), np.array([1.0, -1.0, 2.0])).round(4)
     array([0.9487])
     """
-    return _reach(_problem(x, delta, 0.0, p, bounds, axis))  # type: ignore[no-any-return]
+    return _reach(_call_of(x, delta, 0.0, p, bounds, axis))  # type: ignore[no-any-return]
 
 
-def _reach(problem: _Problem) -> Array:
-    found = problem.be.reach(*problem.of_reach(), **problem.span)
-    return problem.be.reshape(problem.be.result(found, problem.x), problem.kept)
+def _reach(call: _Call) -> Array:
+    found = call.be.reach(call.problem, **call.span)
+    return call.be.reshape(call.be.result(found, call.problem.x), call.kept)
 
 
 @public
@@ -313,18 +304,18 @@ def report(
          0  0.6    0.41833   0.6   0.3605551  0.9486833  0.3333333        yes
          1  0.6  0.3464102   0.6         0.6  0.8660254          0        yes
     """
-    return _report(_problem(x, delta, eps, p, bounds, axis), mode, unreachable)
+    return _report(_call_of(x, delta, eps, p, bounds, axis), mode, unreachable)
 
 
-def _report(problem: _Problem, mode: str, unreachable: str) -> Report:
-    be = problem.be
-    v, _, status = _solve(problem, mode, unreachable, write=True)
-    _, eta, _ = _solve(problem, mode, unreachable, write=False)  # more exactly: the array is polished anyway
-    norm, naive_norm, clipped = be.summary(*problem.inputs(), v, **problem.span)
-    reached = be.reach(*problem.of_reach(), **problem.span)
-    per_sample = be.where(status == status, problem.eps, eta)  # one for all samples becomes one for each
-    found = [be.result(a, problem.x) for a in (per_sample, eta, norm, naive_norm, reached, clipped)]
-    return Report(*(be.reshape(a, problem.kept) for a in (*found, ~_missed(problem, status))))
+def _report(call: _Call, mode: str, unreachable: str) -> Report:
+    be = call.be
+    v, _, status = _solve(call, mode, unreachable, write=True)
+    _, eta, _ = _solve(call, mode, unreachable, write=False)  # more exactly: the array is polished anyway
+    norm, naive_norm, clipped = be.summary(call.problem, v, **call.span)
+    reached = be.reach(call.problem, **call.span)
+    per_sample = be.where(status == status, call.problem.eps, eta)  # one for all samples becomes one for each
+    found = [be.result(a, call.problem.x) for a in (per_sample, eta, norm, naive_norm, reached, clipped)]
+    return Report(*(be.reshape(a, call.kept) for a in (*found, ~_missed(call, status))))
 
 
 @public
@@ -365,25 +356,25 @@ def perturb_vjp(
     >>> x_bar, float(upper_bar)
     (array([1., 1., 0.]), 1.0)
     """
-    problem = _problem(x, delta, eps, p, bounds, axis)
-    _check.same_kind(problem.be, x, grad, "grad")
-    return _pull(problem, grad, mode, unreachable)  # type: ignore[no-any-return]
+    call = _call_of(x, delta, eps, p, bounds, axis)
+    _check.same_kind(call.be, x, grad, "grad")
+    return _pull(call, grad, mode, unreachable)  # type: ignore[no-any-return]
 
 
-def _pull(problem: _Problem, grad: Array, mode: str, unreachable: str) -> Any:
-    be = problem.be
+def _pull(call: _Call, grad: Array, mode: str, unreachable: str) -> Any:
+    be = call.be
     # A result of NaN is a constant: at those samples nothing is pulled back.
-    _, eta, status = _solve(problem, mode, "maximize" if unreachable == "nan" else unreachable, write=False)
-    g = problem.rows(grad)
+    _, eta, status = _solve(call, mode, "maximize" if unreachable == "nan" else unreachable, write=False)
+    g = call.rows(grad)
     if unreachable == "nan" and mode != "at_most":
-        g = be.where(_missed(problem, status), 0.0, g)
-    x_bar, delta_bar, eps_bar, *bound_bars = be.vjp(*problem.inputs(), eta, status, g, **problem.span)
-    eps_shape, *bound_shapes = problem.shapes
+        g = be.where(_missed(call, status), 0.0, g)
+    x_bar, delta_bar, eps_bar, *bound_bars = be.vjp(call.problem, eta, status, g, **call.span)
+    eps_shape, *bound_shapes = call.shapes
     eps_bar = (
         be.sum_axes(eps_bar, tuple(range(be.ndim(eps_bar)))) if eps_shape == () else be.reshape(eps_bar, eps_shape)
     )
-    bars = [_unbroadcast(problem, bar, shape) for bar, shape in zip(bound_bars, bound_shapes, strict=True)]
-    return problem.unrows(x_bar), problem.unrows(delta_bar), *(be.result(bar, problem.x) for bar in (eps_bar, *bars))
+    bars = [_unbroadcast(call, bar, shape) for bar, shape in zip(bound_bars, bound_shapes, strict=True)]
+    return call.unrows(x_bar), call.unrows(delta_bar), *(be.result(bar, call.problem.x) for bar in (eps_bar, *bars))
 
 
 def _expanded(
@@ -399,12 +390,12 @@ def _expanded(
     return full, tuple(target)
 
 
-def _unbroadcast(problem: _Problem, bar: Array, shape: tuple[int, ...]) -> Array:
+def _unbroadcast(call: _Call, bar: Array, shape: tuple[int, ...]) -> Array:
     """A gradient in rows form, summed to the shape that its bound came in."""
-    be, order = problem.be, problem.order
-    batch = len(problem.shape) - problem.samples
-    full, target = _expanded(shape, problem.shape, order[:batch], order[batch:])
-    target = full if problem.span else target
+    be, order = call.be, call.order
+    batch = len(call.shape) - call.samples
+    full, target = _expanded(shape, call.shape, order[:batch], order[batch:])
+    target = full if call.span else target
     bar = be.permute(be.reshape(bar, tuple(target[i] for i in order)), tuple(order.index(i) for i in range(len(order))))
     return be.reshape(
         be.sum_axes(bar, tuple(i for i, (f, t) in enumerate(zip(full, target, strict=True)) if f != t)), shape

@@ -26,9 +26,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clipaware import _math
 from clipaware._backends import numpy as host
-from clipaware._math import AT_ZERO, HELD, HUGE, REGULAR, UNREACHABLE, ZERO, Numerics
+from clipaware._problem import (
+    AT_ZERO,
+    DOUBLE,
+    HELD,
+    REGULAR,
+    SINGLE,
+    SLACK,
+    UNREACHABLE,
+    ZERO,
+    Block,
+    Numerics,
+    bound_ahead,
+    power,
+)
+from clipaware._traced import HUGE
 
 Array = Any
 
@@ -94,7 +107,7 @@ def lift(top: Array, numerics: Numerics) -> Array:
     It is a power of two, and 1 for every delta that is not small.
     """
     exponent = np.frexp(top)[1]
-    small = (top > 0) & (exponent < -8) & (numerics is _math.DOUBLE)
+    small = (top > 0) & (exponent < -8) & (numerics is DOUBLE)
     return np.ldexp(1.0, np.where(small, np.minimum(-exponent, 1000), 0))
 
 
@@ -143,7 +156,7 @@ def _seen(x: Array, delta: Array, lower: Array, upper: Array, eps: Array, p: flo
     kernels = host.kernels()
     if kernels is not None:
         return kernels.look_ahead(x, delta, lower, upper, eps, enough, p)
-    block = _math.Block(*(host.narrow(a, numerics) for a in (x, delta, lower, upper)))
+    block = Block(*(host.narrow(a, numerics) for a in (x, delta, lower, upper)))
     kept = np.clip(block.x, block.lower, block.upper)
     w = _rooms(block._replace(x=kept), eps)
     d, moves = abs(block.delta).astype(np.float64), w > 0
@@ -154,8 +167,8 @@ def _seen(x: Array, delta: Array, lower: Array, upper: Array, eps: Array, p: flo
         bad=host.senseless(block, x) + ~(host.row_max(d) < math.inf),
         top=host.row_max(d),
         unit=unit,
-        total=_sum(np.where(moves, _math.power(host, d / np.where(unit > 0, unit, 1.0), order), 0.0)),
-        most=_sum(_math.power(host, w, p)) if p < math.inf else host.row_max(w),
+        total=_sum(np.where(moves, power(host, d / np.where(unit > 0, unit, 1.0), order), 0.0)),
+        most=_sum(power(host, w, p)) if p < math.inf else host.row_max(w),
         least=np.where(moves, q, math.inf).min(axis=-1, keepdims=True),
         last=host.row_max(np.where(moves, q, 0.0)),
         largest=host.row_max(np.where((w >= enough) & moves, d, 0.0)),
@@ -204,11 +217,11 @@ def _end(seen: Look, eps: Array, ulp: float) -> Array:
 
 def _index(scale: Array, numerics: Numerics) -> Array:
     """Of the numbers of the working precision, whatever their exponents, the last that is not above it."""
-    return np.asarray(scale, np.float64).view(np.int64) >> (29 if numerics is _math.SINGLE else 0)
+    return np.asarray(scale, np.float64).view(np.int64) >> (29 if numerics is SINGLE else 0)
 
 
 def _scale(index: Array, numerics: Numerics) -> Array:
-    return (index << (29 if numerics is _math.SINGLE else 0)).view(np.float64)
+    return (index << (29 if numerics is SINGLE else 0)).view(np.float64)
 
 
 def _sum(a: Array) -> Array:
@@ -216,9 +229,9 @@ def _sum(a: Array) -> Array:
     return np.ascontiguousarray(a).sum(axis=-1, keepdims=True, dtype=np.float64)
 
 
-def _rooms(block: _math.Block, eps: Array) -> Array:
+def _rooms(block: Block, eps: Array) -> Array:
     """w, or 0 where nothing moves."""
-    ahead = _math.bound_ahead(host, block.delta, block.lower, block.upper).astype(np.float64)
+    ahead = bound_ahead(host, block.delta, block.lower, block.upper).astype(np.float64)
     return np.minimum(np.where(block.delta == 0, 0.0, abs(ahead - block.x)) / eps, CAP)
 
 
@@ -235,7 +248,7 @@ def merged_looks(a: Array, p: float, numerics: Numerics, axis: Any) -> Array:
     outward = {name: np.minimum(getattr(looks, name) * factor, MOST) for name in ("least", "last")}
     looks = looks._replace(**inward, **outward, past=looks.past * factor)
     merged = {name: value.max(axis=axis, keepdims=True) for name, value in looks._asdict().items()}
-    share = _math.power(host, looks.unit / np.where(merged["unit"] > 0, merged["unit"], 1.0), p) if p < math.inf else 0
+    share = power(host, looks.unit / np.where(merged["unit"] > 0, merged["unit"], 1.0), p) if p < math.inf else 0
     merged["total"] = (looks.total * share).sum(axis=axis, keepdims=True)
     merged["least"] = looks.least.min(axis=axis, keepdims=True)
     merged["past"] = looks.past.min(axis=axis, keepdims=True)
@@ -337,7 +350,7 @@ def tally(x: Array, delta: Array, eps: Array, lower: Array, upper: Array, state:
         # In lanes: one after another, many equal terms would drift.
         lanes = where * LANES + np.arange(where.size) % LANES
         for i, a in enumerate((steepness, w[row, some])):
-            sums = np.bincount(lanes, _math.power(host, np.minimum(a, 2.0), p), (bins + 2) * LANES)
+            sums = np.bincount(lanes, power(host, np.minimum(a, 2.0), p), (bins + 2) * LANES)
             of_row[:, i] = sums.reshape(bins + 2, LANES).sum(axis=1)
         np.minimum.at(of_row[:, 2], where, q[row, some])
         np.maximum.at(of_row[:, 3], where, q[row, some])
@@ -450,7 +463,7 @@ def written(x: Array, delta: Array, eps: Array, lower: Array, upper: Array, stat
     corner, still = now.status == UNREACHABLE, (now.status == ZERO) | (now.status == AT_ZERO)
     if corner.any() or still.any() or now.lost.any():
         block = _block(x, delta, lower, upper)
-        ahead = _math.bound_ahead(host, block.delta, block.lower, block.upper)
+        ahead = bound_ahead(host, block.delta, block.lower, block.upper)
         v = np.where(corner, np.where(block.delta == 0, block.x, ahead), np.where(still, block.x, v))
         v = np.where(now.lost > 0, math.nan, v)
     return v.astype(x.dtype, copy=False)
@@ -464,10 +477,10 @@ def _factors(near: Array, T: Array, eps: Array, factor: Array, numerics: Numeric
     return host.narrow(K, numerics), host.narrow(1 / m, numerics)
 
 
-def _block(x: Array, delta: Array, lower: Array, upper: Array) -> _math.Block:
+def _block(x: Array, delta: Array, lower: Array, upper: Array) -> Block:
     """A tile in the working dtype, with x inside its bounds."""
-    numerics = _math.DOUBLE if x.dtype == np.float64 else _math.SINGLE
-    block = _math.Block(*(host.narrow(a, numerics) for a in (x, delta, lower, upper)))
+    numerics = DOUBLE if x.dtype == np.float64 else SINGLE
+    block = Block(*(host.narrow(a, numerics) for a in (x, delta, lower, upper)))
     return block._replace(x=np.clip(block.x, block.lower, block.upper))
 
 
@@ -480,7 +493,7 @@ def _moved(x: Array, delta: Array, lower: Array, upper: Array, K: Array, dm: Arr
     return _added(block.x, block.delta * dm * K, block, x.dtype)
 
 
-def _added(x: Array, step: Array, block: _math.Block, dtype: Any) -> Array:
+def _added(x: Array, step: Array, block: Block, dtype: Any) -> Array:
     """clip(x + step) as it is stored."""
     return np.clip(x + step, block.lower, block.upper).astype(dtype, copy=False)
 
@@ -492,7 +505,7 @@ def _norms(x: Array, delta: Array, lower: Array, upper: Array, eps: Array, K: Ar
         return powers if p == math.inf else powers ** (1 / p)
     # In units of the largest move, so that no power overflows, nor all of them vanish; a subnormal one is none.
     largest = _powers(x, delta, lower, upper, 1 / eps, K, dm, math.inf)
-    unit = np.where((eps * largest >= _math.DOUBLE.least) & (largest < math.inf), largest, 1.0)
+    unit = np.where((eps * largest >= DOUBLE.least) & (largest < math.inf), largest, 1.0)
     return unit * _powers(x, delta, lower, upper, 1 / (eps * unit), K, dm, p) ** (1 / p)
 
 
@@ -506,7 +519,7 @@ def _powers(x: Array, delta: Array, lower: Array, upper: Array, inv: Array, K: A
     for k in range(K.shape[1]):
         v = _moved(x, delta, lower, upper, K[:, k : k + 1], dm)
         z = abs(v.astype(np.float64) - here) * inv[:, k : k + 1]
-        found[:, k : k + 1] = host.row_max(z) if p == math.inf else _sum(_math.power(host, z, p))
+        found[:, k : k + 1] = host.row_max(z) if p == math.inf else _sum(power(host, z, p))
     return found
 
 
@@ -530,7 +543,7 @@ def aimed(state: Array, eps: Array, mode: str, enough: float) -> Array:
     if mode == "at_least":
         wanted = wanted & (_times_eps(root * (1 + now.doubt), eps, now.factor) >= 1)
     known = now.doubt < 1
-    usual = 1 + (np.maximum(now.noise, 8 * _math.SLACK) + np.where(known, now.doubt, 0.0)) / now.slope
+    usual = 1 + (np.maximum(now.noise, 8 * SLACK) + np.where(known, now.doubt, 0.0)) / now.slope
     left, right = np.where(known, root, now.lo) / usual, np.where(known, root, now.hi) * usual
     left, right = np.maximum(left, now.left), np.minimum(right, now.right)
     left, right = np.where(left < right, left, now.left), np.where(left < right, right, now.right)
@@ -619,7 +632,7 @@ def chosen(before: Array, state: Array, norms: Array, mode: str) -> Array:
     line = left + (right - left) * (below / np.where(between, below + above, 1.0))
     scale: Array = np.where(abs(below) <= abs(above), left, right)
     scale = np.where(between & (wave < np.minimum(below, above)), line, scale)
-    width = np.maximum(4 * wave, 8 * _math.SLACK) / now.slope * line
+    width = np.maximum(4 * wave, 8 * SLACK) / now.slope * line
     near_left = np.where(straight, np.maximum(line - width, left), left)
     near_right = np.where(straight, np.minimum(line + width, right), right)
     if mode == "at_most":

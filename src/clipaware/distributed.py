@@ -71,9 +71,9 @@ def report(x: Array, delta: Array, eps: Any, *, group: Any = None, **options: An
 
 def perturb_vjp(x: Array, delta: Array, eps: Any, grad: Array, *, group: Any = None, **options: Any) -> Array:
     """Return the gradients of :func:`clipaware.perturb_vjp`, as :func:`perturb` says; `grad` is like x."""
-    problem, mode, unreachable = _shared(group, x, delta, eps, **options)
-    _check.same_kind(problem.be, x, grad, "grad")
-    return _api._pull(problem, grad, mode, unreachable)
+    call, mode, unreachable = _shared(group, x, delta, eps, **options)
+    _check.same_kind(call.be, x, grad, "grad")
+    return _api._pull(call, grad, mode, unreachable)
 
 
 def _shared(
@@ -86,10 +86,10 @@ def _shared(
     axis: Any = "batch",
     mode: str = "equal",
     unreachable: str = "maximize",
-) -> tuple[_api._Problem, str, str]:
-    """The problem of parts, and the options that are not of it."""
+) -> tuple[_api._Call, str, str]:
+    """The call for parts, and the options that are not of its problem."""
     if framework_of(x) != "torch":
         raise TypeError(f"x is {described(x)}, expected a PyTorch tensor: this process's part of the samples")
     from clipaware._backends.shards import Shards
 
-    return _api._problem(x, delta, eps, p, bounds, axis)._replace(be=Shards(group)), mode, unreachable
+    return _api._call_of(x, delta, eps, p, bounds, axis)._replace(be=Shards(group)), mode, unreachable

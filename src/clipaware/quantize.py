@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from clipaware import _check
-from clipaware._api import _problem
+from clipaware._api import _call_of
 from clipaware._backends import numpy as host
 from clipaware._dispatch import public
 from clipaware._kernels import threads
@@ -95,7 +95,8 @@ def perturb_quantized(
     _check.option(unreachable, _check.UNREACHABLE, "unreachable")
     check_levels(levels)
     _check.seed(seed)
-    problem = _problem(x, delta, eps, p, bounds, axis, flat=True)
+    call = _call_of(x, delta, eps, p, bounds, axis, flat=True)
+    problem = call.problem
     rows = [np.asarray(be.fetch(be.result(a, x))) for a in (problem.x, problem.delta)]
     limits: list[Array] = [
         # A number as it came, and not as x's dtype has it.
@@ -117,7 +118,7 @@ def perturb_quantized(
     if missed and unreachable == "raise":
         which, most = np.array([i for i, _ in missed]), np.array([reach for _, reach in missed])
         raise _check.UnreachableError(which, most, asked[which, 0])
-    return problem.unrows(be.returned(v, x))  # type: ignore[no-any-return]
+    return call.unrows(be.returned(v, x))  # type: ignore[no-any-return]
 
 
 def check_levels(levels: Any) -> None:
@@ -356,7 +357,7 @@ class _Path:
     def __init__(self, delta: Array, room: Array, unit: Any, p: float) -> None:
         self.compiled = host.kernels() if delta.size else None
         if self.compiled is not None:
-            delta, room = (self.compiled.easy(a, a.dtype) for a in (delta, room))
+            delta, room = (self.compiled.taken(a, a.dtype) for a in (delta, room))
         self.delta, self.room, self.unit, self.p = delta, room, unit, p
         self.powers = None if self.compiled is None else self.compiled.table_of_powers(room, unit, p)
 

@@ -6,7 +6,7 @@ import math
 from typing import Any, TypeVar
 
 from clipaware import _check
-from clipaware._api import _problem
+from clipaware._api import _call_of
 from clipaware._dispatch import public
 
 Array = Any
@@ -145,11 +145,11 @@ def eps_from_contrast(x: ArrayT, contrast: float, *, axis: Any = "batch") -> Arr
 
 def _sample_sizes(x: Array, axis: Any) -> tuple[Any, Array, Any, int]:
     """The backend, x as (rows, n) and float32 at least, the shape in which one number per sample goes back, and n."""
-    problem = _problem(x, x, 0.0, 2, (None, None), axis, flat=True)
-    n = problem.be.shape(problem.x)[1]
+    call = _call_of(x, x, 0.0, 2, (None, None), axis, flat=True)
+    n = call.be.shape(call.problem.x)[1]
     if not isinstance(n, int):
-        raise ValueError(f"x has shape {problem.shape}, expected known lengths of a sample")
-    return problem.be, problem.be.result(problem.x, x), problem.kept, n
+        raise ValueError(f"x has shape {call.shape}, expected known lengths of a sample")
+    return call.be, call.be.result(call.problem.x, x), call.kept, n
 
 
 def _same_for_all(x: Array, axis: Any, per_root_n: float) -> Array:

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from clipaware import _math
+from clipaware import _derivatives, _fast, _traced
 from clipaware._backends import numpy as host
-from clipaware._math import DOUBLE, SINGLE, Block, Numerics
+from clipaware._problem import DOUBLE, SINGLE, ZERO, Block, Numerics, Problem
 
 try:
     import array_api_compat
@@ -127,12 +127,6 @@ def row_dot(u: Array, v: Array) -> Array:
     return row_sum(u * v)
 
 
-def row_sums(t: Array, breakpoints: Array, dp: Array, wp: Array, buffers: None) -> Array:
-    """(rows, 2): the sum of dp over t < breakpoints, and of wp over the rest."""
-    xp, clipped = _xp(dp), t >= breakpoints
-    return xp.concat((row_sum(xp.where(clipped, 0.0, dp)), row_sum(xp.where(clipped, wp, 0.0))), axis=1)
-
-
 def row_max(a: Array) -> Array:
     return _along_rows(_xp(a).max, a)
 
@@ -174,17 +168,6 @@ def pow2(a: Array, numerics: Numerics) -> Array:
     exponent = xp.where(abs(exponent) <= 8, 0.0, exponent)
     # exp2 is not in the standard, but where there is one it is exact, which a power on a GPU need not be.
     return xp.exp2(exponent) if hasattr(xp, "exp2") else 2.0**exponent
-
-
-def runs(n: int, count: int, length: int) -> slice:
-    """What to take for a sample of as many elements. The standard has no gather of runs that is cheaper than a stride.
-
-    A stride in step with colour channels or the rows of a picture would sample one kind of them.
-    """
-    stride = n // (count * length)
-    while math.gcd(stride, 6) > 1:
-        stride -= 1
-    return slice(0, stride * count * length, stride)
 
 
 def sensible(block: Block, top: Array) -> bool:
@@ -321,13 +304,12 @@ def _by_rows(a: Array) -> Array:
     return reshape(reshape(a, (-1,)), a.shape)
 
 
-def _groups(x: Array, delta: Array, *others: Any) -> Any:
-    x, delta = _by_rows(x), _by_rows(delta)
-    problem = x, delta, *others
+def _groups(problem: Problem) -> Any:
+    x, delta = _by_rows(problem.x), _by_rows(problem.delta)
     on_cpu = _on_cpu(x)
     size = GROUP if on_cpu else BATCH
     # As large as a group, there is one tile to it, unless a row alone is larger.
-    return _math.groups(_this, problem, _numerics(x), size, size, checked=on_cpu)
+    return _traced.groups(_this, problem._replace(x=x, delta=delta), _numerics(x), size, size, checked=on_cpu)
 
 
 def _joined(pieces: Iterable[Array], axis: int) -> Array:
@@ -335,68 +317,81 @@ def _joined(pieces: Iterable[Array], axis: int) -> Array:
     return pieces[0] if len(pieces) == 1 else _xp(pieces[0]).concat(pieces, axis=axis)
 
 
-def solve(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, mode: str, write: bool
-) -> tuple[Array, Array, Array]:
+def solve(problem: Problem, mode: str, write: bool) -> tuple[Array, Array, Array]:
     """v (None unless `write`), eta and status."""
+    x = problem.x
     xp, (rows, n) = _xp(x), x.shape
     if not rows * n:
         zero = xp.zeros((rows, 1), dtype=_wide(x), device=x.device)
-        return xp.zeros_like(x) if write else None, zero, where(zero == 0, _math.ZERO, _math.ZERO)
-    half = dtype_name(x) in ("float16", "bfloat16")
+        return xp.zeros_like(x) if write else None, zero, where(zero == 0, ZERO, ZERO)
+    numerics, height = _numerics(x), max(1, (GROUP if _on_cpu(x) else BATCH) // n)
+    given = problem._replace(x=_by_rows(x), delta=_by_rows(problem.delta))
     solved = []
-    # Of arrays that wrap NumPy's: no warnings of what is in rows that are not solved.
+    # Arrays that wrap NumPy's would warn of what is in rows that are not solved.
     with np.errstate(all="ignore"):
-        for _, group, blank in _groups(x, delta, eps, lower, upper, p):
-            found = _math.solve(group, n, mode, write)
-            pieces: dict[int, Array] = {}
-
-            def store(tile: Any, block: Block, direction: Array, k: Array, pieces: dict[int, Array] = pieces) -> Array:
-                v = clip(direction * k + block.x, block.lower, block.upper)
-                kept = pieces[tile[1].start] = _cast(v, x.dtype)
-                return _cast(kept, v.dtype)
-
-            if write:
-                (found,) = _math.write(group, found, mode, store, half)
-            v, eta = _joined(pieces.values(), axis=1) if write else None, found.K / found.m
-            if blank is not None:
-                eta = where(blank, math.nan, eta)
-                v = where(blank, math.nan, v) if write else None
-            solved.append((v, eta, found.status))
-    vs, etas, statuses = zip(*solved, strict=True)
-    return _joined(vs, axis=0) if write else None, _joined(etas, axis=0), _joined(statuses, axis=0)
+        for start in range(0, rows, height):
+            part = slice(start, min(start + height, rows))
+            some = given.mapped(partial(_rows_of, part=part))
+            block = Block(*(narrow(a, numerics) for a in (some.x, some.delta, some.lower, some.upper)))
+            group = _fast.Rows(_this, block, some.eps, some.p, numerics, x, _xp(x).finfo(x.dtype).bits)
+            solved.append(_fast.solve(group, mode, write, certify=not write))
+        vs, etas, statuses = zip(*solved, strict=True)
+        found = (_joined(vs, axis=0) if write else None), _joined(etas, axis=0), _joined(statuses, axis=0)
+        flagged = true_rows(found[2][:, 0] < 0)
+        return found if not len(flagged) else _with_flagged(given, found, flagged, mode)
 
 
-def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float) -> Array:
+def _rows_of(a: Array, part: slice) -> Array:
+    """Some rows, of something that has one per row or one for all."""
+    return a if a.shape[0] == 1 else a[part, :]
+
+
+def _with_flagged(problem: Problem, found: tuple[Array, ...], flagged: Any, mode: str) -> tuple[Array, Array, Array]:
+    """What was found, with the rows that were flagged solved on the host."""
+    x = problem.x
+    some = problem.mapped(lambda a: fetch(a if a.shape[0] == 1 < x.shape[0] else take(a, flagged)))
+    if _on_cpu(x) and not host.values_are_fine(some):
+        explain(x, problem.delta, problem.lower, problem.upper)
+    again = host.solve_flagged(some, mode, found[0] is not None, dtype_name(x))
+    order = np.arange(x.shape[0])
+    order[flagged] = x.shape[0] + np.arange(len(flagged))
+    v, eta, status = (
+        None if a is None else take(_xp(x).concat([a, _as_array(b, a.dtype, a)]), order)
+        for a, b in zip(found, again, strict=True)
+    )
+    return v, eta, status
+
+
+def reach(problem: Problem) -> Array:
+    """The largest norm of every row."""
+    x = problem.x
     xp, (rows, n) = _xp(x), x.shape
     if not rows * n:
         return xp.zeros((rows, 1), dtype=_wide(x), device=x.device)
     found = []
     with np.errstate(all="ignore"):
-        for _, group, blank in _groups(x, delta, wide_number(1, x), lower, upper, p):
-            reached = _math.reach(group)
+        for _, group, blank in _groups(problem._replace(eps=wide_number(1, x))):
+            reached = _traced.reach(group)
             found.append(reached if blank is None else where(blank, math.nan, reached))
     return _joined(found, axis=0)
 
 
-def summary(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, v: Array
-) -> tuple[Array, Array, Array]:
+def summary(problem: Problem, v: Array) -> tuple[Array, Array, Array]:
     """Of v: norm, naive norm and share of elements at their bounds."""
+    x = problem.x
     rows, n = x.shape
     if not rows * n:
         zero = _xp(x).zeros((rows, 1), dtype=_wide(x), device=x.device)
         return zero, zero, zero
     with np.errstate(all="ignore"):
-        found = [_math.summary(group, v[part, :], n) for part, group, _ in _groups(x, delta, eps, lower, upper, p)]
+        found = [_traced.summary(group, v[part, :], n) for part, group, _ in _groups(problem)]
     norms, naive_norms, clipped = (_joined(pieces, axis=0) for pieces in zip(*found, strict=True))
     return norms, naive_norms, clipped
 
 
-def vjp(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, eta: Array, status: Array, g: Array
-) -> tuple[Array, ...]:
+def vjp(problem: Problem, eta: Array, status: Array, g: Array) -> tuple[Array, ...]:
     """Gradients of x, delta, eps and the bounds, those summed to their rows form."""
+    x, delta, eps, lower, upper = problem.arrays()
     xp, (rows, n), numerics = _xp(x), x.shape, _numerics(x)
     like = x, delta, eta, lower, upper
     if not rows * n:
@@ -409,8 +404,8 @@ def vjp(
             part = slice(start, min(start + height, rows))
             here = [a if a.shape[0] == 1 else a[part, :] for a in (x, delta, lower, upper, eps, eta, status, g)]
             block, (some_eps, some_eta) = Block(*(narrow(a, numerics) for a in here[:4])), here[4:6]
-            parts = _math.partials(_this, block, some_eps, some_eta, here[6], p, numerics)
-            x_bar, delta_bar, c_bar, eps_bar = _math.vjp(_this, parts, narrow(here[7], numerics), 0.0, numerics)
+            parts = _derivatives.partials(_this, block, some_eps, some_eta, here[6], problem.p, numerics)
+            x_bar, delta_bar, c_bar, eps_bar = _derivatives.vjp(_this, parts, narrow(here[7], numerics), 0.0, numerics)
             lower_bar, upper_bar = where(block.delta < 0, c_bar, 0.0), where(block.delta > 0, c_bar, 0.0)
             bars = [where(xp.isnan(some_eta), math.nan, a) for a in (x_bar, delta_bar, eps_bar, lower_bar, upper_bar)]
             found.append([_summed(bar, a) for bar, a in zip(bars, like, strict=True)])
@@ -469,7 +464,8 @@ def filtered(a: Array, gain: Any, axes: tuple[int, ...]) -> Array:
 
 def take(a: Array, rows: Any) -> Array:
     """These rows, by their numbers."""
-    return _xp(a).take(a, _xp(a).asarray(rows, device=a.device), axis=0)
+    # Not every device has the 64-bit integers that NumPy numbers rows by.
+    return _xp(a).take(a, _xp(a).asarray(np.asarray(rows, np.int32), device=a.device), axis=0)
 
 
 def concatenate(pieces: list[Array]) -> Array:

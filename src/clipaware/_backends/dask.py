@@ -20,9 +20,9 @@ from dask.base import clone_key, tokenize
 from dask.blockwise import Blockwise
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
-from clipaware import _check, _math, _rounds, quantize, targets
+from clipaware import _check, _derivatives, _rounds, quantize, targets
 from clipaware._backends import numpy as host
-from clipaware._math import DOUBLE, SINGLE, Block, Numerics
+from clipaware._problem import DOUBLE, SINGLE, SLACK, UNREACHABLE, ZERO, Block, Numerics, Problem, bound_ahead
 from clipaware._report import Report
 
 Array = Any
@@ -399,7 +399,7 @@ def _numerics(x: Array) -> Numerics:
 
 def _is_missed(status: Array, eps: Array) -> Array:
     """Where eps was out of reach; also where nothing moves and something is asked for."""
-    return (status == _math.UNREACHABLE) | ((status == _math.ZERO) & (eps > 0))
+    return (status == UNREACHABLE) | ((status == ZERO) & (eps > 0))
 
 
 def _ruled(state: Array, eps: Array, index: Array, unreachable: str) -> Array:
@@ -435,18 +435,13 @@ def _solve_whole(
 ) -> Array:
     """v."""
     arrays = _in_rows(sample, x, delta, eps, lower, upper)
-    v, _, status = host.solve(*[*arrays, p, mode, True, False])
+    v, _, status = host.solve(Problem.of(arrays, p), mode, write=True, checked=False)
     missed = _is_missed(status, arrays[2]) & (unreachable != "maximize")
     if missed.any():
         if unreachable == "raise":
-            _refuse(missed, _rows(index, sample, x), _reach_of_rows(arrays, p), arrays[2])
+            _refuse(missed, _rows(index, sample, x), host.reach(Problem.of(arrays, p), checked=False), arrays[2])
         v = np.where(missed, math.nan, v).astype(x.dtype)
     return _unrows(v, sample, x)
-
-
-def _reach_of_rows(arrays: list[Array], p: float) -> Array:
-    x, delta, _, lower, upper = arrays
-    return host.reach(*[x, delta, lower, upper, p, None, False])
 
 
 def _scale_whole(
@@ -454,9 +449,9 @@ def _scale_whole(
 ) -> Array:
     """State, as far as there is something to say."""
     arrays = _in_rows(sample, x, delta, eps, lower, upper)
-    _, eta, status = host.solve(*[*arrays, p, mode, False, False])
+    _, eta, status = host.solve(Problem.of(arrays, p), mode, write=False, checked=False)
     one, missed = np.ones_like(eta), _is_missed(status, arrays[2])
-    reach = _reach_of_rows(arrays, p) if missed.any() else one
+    reach = host.reach(Problem.of(arrays, p), checked=False) if missed.any() else one
     top = abs(arrays[1].astype(np.float64)).max(axis=1, keepdims=True, initial=0.0)
     state = (*[one] * 7, top, one, status, np.isnan(eta), reach, *[eta] * 5)
     return _kept(_rounds.stacked(state), sample, x)
@@ -529,7 +524,7 @@ def _perturbed(problem: _Problem, mode: str, unreachable: str) -> Array:
     if not problem.split:
         return _map(_solve_whole, problem, _index(problem), p=problem.p, mode=mode, unreachable=unreachable)
     if mode == "at_most":
-        problem = problem._replace(eps=problem.eps * (1 - _math.SLACK))
+        problem = problem._replace(eps=problem.eps * (1 - SLACK))
     return _map(_write, problem.again(-1), _settled(problem, mode, unreachable, write=True))
 
 
@@ -578,8 +573,8 @@ def _reached(problem: _Problem) -> Array:
 
 
 def _reach_of_block(x: Array, delta: Array, eps: Array, lower: Array, upper: Array, *, sample: Any, p: float) -> Array:
-    arrays = _in_rows(sample, x, delta, lower, upper)
-    return _kept(host.reach(*[*arrays, p, None, False]), sample, x)
+    arrays = _in_rows(sample, x, delta, eps, lower, upper)
+    return _kept(host.reach(Problem.of(arrays, p), checked=False), sample, x)
 
 
 def _norms(parts: Array, problem: _Problem) -> Array:
@@ -659,7 +654,7 @@ def _summary_of_block(
         largest, rest = length[:, :1], length[:, 1:]
         step = np.where(largest > 0, block.delta / np.where(largest > 0, largest, 1.0) / rest * eps, 0.0)
         naive = np.clip(kept + step, block.lower, block.upper)
-        ahead = _math.bound_ahead(host, block.delta, block.lower, block.upper)
+        ahead = bound_ahead(host, block.delta, block.lower, block.upper)
         norms = [_rounds.merged_norms(abs(a - kept), axis=(1,), p=p) for a in (v.astype(np.float64), naive)]
         return np.concatenate([*norms, ((v == ahead) & (delta != 0)).sum(axis=1, keepdims=True)], axis=1)
 
@@ -674,7 +669,7 @@ def _summary_of_block(
 
 # --- derivatives ------------------------------------------------------------------------------------------------------
 
-# What `_math.vjp` asks of a whole row after its largest |delta|: in rounds, of sums that do not need one another.
+# What `_derivatives.vjp` asks of a whole row after its largest |delta|, in rounds of sums that do not need one another.
 REDUCTIONS = (("sum",), ("sum", "sum"))  # the first only matters where eps is 0
 REDUCTIONS_INF = (("max",), ("sum",), ("sum", "sum"))
 
@@ -714,8 +709,8 @@ def _pulled(p: float, arrays: list[Array], numbers: list[Array], ledger: Any) ->
     block = Block(*(host.narrow(a, numerics) for a in (x, delta, lower, upper)))
     block = block._replace(x=np.clip(block.x, block.lower, block.upper))
     now = _rounds.columns(_rounds.State, state)
-    parts = _math.partials(ledger, block, eps, now.scale, now.status, p, numerics)
-    return _math.vjp(ledger, parts, host.narrow(g, numerics), 0.0, numerics)
+    parts = _derivatives.partials(ledger, block, eps, now.scale, now.status, p, numerics)
+    return _derivatives.vjp(ledger, parts, host.narrow(g, numerics), 0.0, numerics)
 
 
 def _next_reductions(

@@ -29,10 +29,10 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from clipaware import _check, _math
+from clipaware import _check, _derivatives, _traced
 from clipaware._backends import jax_mesh as mesh
 from clipaware._backends import numpy as host
-from clipaware._math import DOUBLE, SINGLE, Block, Numerics
+from clipaware._problem import DOUBLE, REGULAR, SINGLE, ZERO, Block, Numerics, Problem, bound_ahead
 from clipaware._report import Report
 
 Array = Any
@@ -124,7 +124,7 @@ def row_dot(u: Array, v: Array) -> Array:
     return row_sum(u * v)
 
 
-def row_sums(t: Array, breakpoints: Array, dp: Array, wp: Array, buffers: None) -> Array:
+def row_sums(t: Array, breakpoints: Array, dp: Array, wp: Array) -> Array:
     """(rows, 2): the sum of dp over t < breakpoints, and of wp over the rest."""
     clipped = t >= breakpoints
     return jnp.stack(_added(jnp.where(clipped, 0.0, dp), jnp.where(clipped, wp, 0.0)), axis=1)
@@ -362,28 +362,28 @@ def _along(names: mesh.Names, samples: int) -> tuple[str, ...]:
 
 
 def _solved_here(
-    names: mesh.Names, *problem: Array, p: float, mode: str, write: bool, samples: int, wide: Any
+    names: mesh.Names, *arrays: Array, p: float, mode: str, write: bool, samples: int, wide: Any
 ) -> tuple[Array, ...]:
     """v (if `write`), eta and status, of a traced problem, of which this may be one device's part."""
-    shape, kept, along = problem[0].shape, _kept(problem[0], samples), _along(names, samples)
-    x, delta, eps, lower, upper = _as_rows(samples, *problem)
+    shape, kept, along = arrays[0].shape, _kept(arrays[0], samples), _along(names, samples)
+    x, delta, eps, lower, upper = _as_rows(samples, *arrays)
     numerics = _numerics(x)
     if not x.size:
-        nothing = jnp.zeros(kept, wide), jnp.full(kept, _math.ZERO, wide)
-        return (problem[0], *nothing) if write else nothing
+        nothing = jnp.zeros(kept, wide), jnp.full(kept, ZERO, wide)
+        return (arrays[0], *nothing) if write else nothing
     # An eps that is float32 may have been rounded up, and at_most is a promise about what it was.
     slack = 2.0**-23 if wide == jnp.float32 else SLACK
     with jax.enable_x64(True):
         # Powers that take long are kept from pass to pass, products are faster made anew.
         keep = p not in (1, 1.5, 2, 3, 4, math.inf)
-        rows, bad = _math.whole(_this, (x, delta, widen(eps), lower, upper, p), numerics, keep)
+        rows, bad = _traced.whole(_this, Problem(x, delta, widen(eps), lower, upper, p), numerics, keep)
         sample = None
         if along:
             rows, bad, sample = mesh.agreed(rows, bad, along, starts=p < math.inf)
-        found = _math.solve(rows, 0, mode, write, sample and partial(_math.sample_start, *sample))
+        found = _traced.solve(rows, 0, mode, write, sample and partial(_traced.sample_start, *sample))
         found = found._replace(K=jnp.where(bad, jnp.nan, found.K))
 
-        def numbers(found: _math.Solution) -> tuple[Array, Array]:
+        def numbers(found: _traced.Solution) -> tuple[Array, Array]:
             # The status is a floating number as well: one without tangents cannot differ between devices, for JAX.
             return (found.K / found.m).astype(wide).reshape(kept), found.status.astype(wide).reshape(kept)
 
@@ -399,7 +399,7 @@ def _solved_here(
                 moved = (_apart(direction * k, k) if mode == "at_most" else direction * k) + block.x
             return _rounded(jnp.clip(moved, block.lower, block.upper), str(x.dtype))
 
-        found, v = _math.write(rows, found, mode, store, str(x.dtype) in HALVES, slack)
+        found, v = _traced.write(rows, found, mode, store, str(x.dtype) in HALVES, slack)
         return v.astype(x.dtype).reshape(shape), *numbers(found)
 
 
@@ -432,8 +432,8 @@ def _folded(arrays: Any, batched: Any, size: int, whole: Any) -> list[Array]:
 
 
 @partial(jax.jit, static_argnames=("p", "mode", "write", "samples"))
-def _solved(*problem: Array, p: float, mode: str, write: bool, samples: int) -> tuple[Array, ...]:
-    return _solver(p, mode, write, samples, _wide())(*problem)
+def _solved(*arrays: Array, p: float, mode: str, write: bool, samples: int) -> tuple[Array, ...]:
+    return _solver(p, mode, write, samples, _wide())(*arrays)
 
 
 def _memories(samples: int, *arrays: Array) -> Any:
@@ -450,14 +450,14 @@ def _perturb(
     x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, mode: str, write: bool, samples: int
 ) -> tuple[Array, ...]:
     """(v, eta, status), without v unless `write`, with the derivatives of docs/math.md."""
-    problem = x, delta, eps, lower, upper
-    if not _at_hand(*problem):
-        return _solved(*problem, p=p, mode=mode, write=write, samples=samples)  # type: ignore[no-any-return]
-    mine, its_delta, its_eps, *bounds = _memories(samples, *problem)
+    arrays = x, delta, eps, lower, upper
+    if not _at_hand(*arrays):
+        return _solved(*arrays, p=p, mode=mode, write=write, samples=samples)  # type: ignore[no-any-return]
+    mine, its_delta, its_eps, *bounds = _memories(samples, *arrays)
     if mode == "at_most" and _wide() == jnp.float32:
         # It may have been rounded up, and at_most is a promise about what it was.
         its_eps = its_eps.astype(np.float64) * (1 - 2.0**-24)
-    v, eta, status = host.solve(mine, its_delta, its_eps, bounds[0], bounds[1], p=p, mode=mode, write=write)
+    v, eta, status = host.solve(Problem.of((mine, its_delta, its_eps, *bounds), p), mode, write, certify=True)
     kept = _kept(x, samples)
     with np.errstate(over="ignore"):  # a scale may be too large for float32
         numbers = tuple(a.astype(_wide()).reshape(kept) for a in (eta, status))
@@ -482,11 +482,11 @@ def _moved_here(names: mesh.Names, *arrays: Array, p: float, samples: int) -> tu
     with jax.enable_x64(eta.dtype == jnp.float64):
         block = _block(x, delta, lower, upper, numerics)
         unit = _unit(eps, eta, status) if split else None
-        part = _math.partials(be, block, widen(eps), _finite(eta), status, p, numerics, unit)
+        part = _derivatives.partials(be, block, widen(eps), _finite(eta), status, p, numerics, unit)
         x_dot, delta_dot, eps_dot, low_dot, high_dot = tangents
         x_dot, delta_dot, low_dot, high_dot = _block(x_dot, delta_dot, low_dot, high_dot, numerics)
-        c_dot = _math.bound_ahead(be, block.delta, low_dot, high_dot)
-        v_dot, eta_dot = _math.jvp(be, part, x_dot, delta_dot, c_dot, widen(eps_dot), numerics)
+        c_dot = bound_ahead(be, block.delta, low_dot, high_dot)
+        v_dot, eta_dot = _derivatives.jvp(be, part, x_dot, delta_dot, c_dot, widen(eps_dot), numerics)
         # Rows that make no sense have no derivatives either.
         lost = jnp.where(jnp.isnan(eta), jnp.nan, 1.0)
         v_dot, eta_dot = (v_dot * narrow(lost, numerics)).astype(x.dtype), eta_dot * widen(lost)
@@ -548,15 +548,13 @@ def _finite(eta: Array) -> Array:
 
 def _unit(eps: Array, eta: Array, status: Array) -> Array:
     """What |delta| is where it moves by eps, no more than which it is where nothing clips."""
-    moves = (status == _math.REGULAR) & (eta > 0)
+    moves = (status == REGULAR) & (eta > 0)
     return jnp.where(moves, widen(eps) / jnp.where(moves, _finite(eta), 1.0), 1.0)
 
 
-def solve(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, mode: str, write: bool, samples: int
-) -> tuple[Array, Array, Array]:
+def solve(problem: Problem, mode: str, write: bool, samples: int) -> tuple[Array, Array, Array]:
     """v (None unless `write`), eta and status."""
-    *v, eta, status = _perturb(*_alike(x, delta, eps, lower, upper), p, mode, write, samples)
+    *v, eta, status = _perturb(*_alike(*problem.arrays()), problem.p, mode, write, samples)
     return v[0] if write else None, eta, status
 
 
@@ -572,16 +570,20 @@ def _alike(*arrays: Array) -> tuple[Array, ...]:
     )
 
 
-def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float, samples: int) -> Array:
-    if _at_hand(x, delta, lower, upper):
-        found = host.reach(*_memories(samples, x, delta, lower, upper), p=p)  # type: ignore[misc]
+def reach(problem: Problem, samples: int) -> Array:
+    """The largest norm of every row."""
+    x, p = problem.x, problem.p
+    arrays = x, problem.delta, problem.lower, problem.upper
+    if _at_hand(*arrays):
+        mine, its_delta, *bounds = _memories(samples, *arrays)
+        found = host.reach(Problem.of((mine, its_delta, None, *bounds), p))
         return _beside(x, found.astype(_wide()).reshape(_kept(x, samples)))
-    return _reached(*map(lax.stop_gradient, _alike(x, delta, lower, upper)), p=p, samples=samples)
+    return _reached(*map(lax.stop_gradient, _alike(*arrays)), p=p, samples=samples)
 
 
 @partial(jax.jit, static_argnames=("p", "samples"))
-def _reached(*problem: Array, p: float, samples: int) -> Array:
-    (found,) = _reacher(p, samples, _wide())(*problem)
+def _reached(*arrays: Array, p: float, samples: int) -> Array:
+    (found,) = _reacher(p, samples, _wide())(*arrays)
     return found
 
 
@@ -590,33 +592,32 @@ def _reacher(p: float, samples: int, wide: Any) -> Callable[..., tuple[Array, ..
     return _folding(mesh.distributed(partial(_reached_here, p=p, samples=samples, wide=wide)), 2)
 
 
-def _reached_here(names: mesh.Names, *problem: Array, p: float, samples: int, wide: Any) -> tuple[Array]:
-    kept, along = _kept(problem[0], samples), _along(names, samples)
-    x, delta, lower, upper = _as_rows(samples, *problem)
+def _reached_here(names: mesh.Names, *arrays: Array, p: float, samples: int, wide: Any) -> tuple[Array]:
+    kept, along = _kept(arrays[0], samples), _along(names, samples)
+    x, delta, lower, upper = _as_rows(samples, *arrays)
     if not x.size:
         return (jnp.zeros(kept, wide),)
     with jax.enable_x64(True):
-        rows, bad = _math.whole(_this, (x, delta, jnp.ones((1, 1)), lower, upper, p), _numerics(x), keep=True)
+        problem = Problem(x, delta, jnp.ones((1, 1)), lower, upper, p)
+        rows, bad = _traced.whole(_this, problem, _numerics(x), keep=True)
         if along:
             rows, bad, _ = mesh.agreed(rows, bad, along)
-        return (jnp.where(bad, jnp.nan, _math.reach(rows)).astype(wide).reshape(kept),)
+        return (jnp.where(bad, jnp.nan, _traced.reach(rows)).astype(wide).reshape(kept),)
 
 
-def summary(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, v: Array, samples: int
-) -> tuple[Array, Array, Array]:
+def summary(problem: Problem, v: Array, samples: int) -> tuple[Array, Array, Array]:
     """Of v: norm, naive norm and share of elements at their bounds."""
-    problem = x, delta, eps, lower, upper, v
-    if _at_hand(*problem):
-        *memories, its_v = _memories(samples, *problem)
-        found = host.summary(*memories, p=p, v=its_v)  # type: ignore[misc]
+    x, p, arrays = problem.x, problem.p, (*problem.arrays(), v)
+    if _at_hand(*arrays):
+        *memories, its_v = _memories(samples, *arrays)
+        found = host.summary(Problem.of(memories, p), its_v)
         return tuple(_beside(x, a.astype(_wide()).reshape(_kept(x, samples))) for a in found)
-    return _summed_up(*map(lax.stop_gradient, _alike(*problem)), p=p, samples=samples)  # type: ignore[no-any-return]
+    return _summed_up(*map(lax.stop_gradient, _alike(*arrays)), p=p, samples=samples)  # type: ignore[no-any-return]
 
 
 @partial(jax.jit, static_argnames=("p", "samples"))
-def _summed_up(*problem: Array, p: float, samples: int) -> tuple[Array, ...]:
-    return _summer(p, samples, _wide())(*problem)
+def _summed_up(*arrays: Array, p: float, samples: int) -> tuple[Array, ...]:
+    return _summer(p, samples, _wide())(*arrays)
 
 
 @lru_cache(maxsize=256)
@@ -624,39 +625,29 @@ def _summer(p: float, samples: int, wide: Any) -> Callable[..., tuple[Array, ...
     return _folding(mesh.distributed(partial(_summed_up_here, p=p, samples=samples, wide=wide)), 2)
 
 
-def _summed_up_here(names: mesh.Names, *problem: Array, p: float, samples: int, wide: Any) -> tuple[Array, ...]:
-    kept, along = _kept(problem[0], samples), _along(names, samples)
-    x, delta, eps, lower, upper, v = _as_rows(samples, *problem)
+def _summed_up_here(names: mesh.Names, *arrays: Array, p: float, samples: int, wide: Any) -> tuple[Array, ...]:
+    kept, along = _kept(arrays[0], samples), _along(names, samples)
+    x, delta, eps, lower, upper, v = _as_rows(samples, *arrays)
     with jax.enable_x64(True):
-        rows, bad = _math.whole(_this, (x, delta, widen(eps), lower, upper, p), _numerics(x), keep=True)
+        problem = Problem(x, delta, widen(eps), lower, upper, p)
+        rows, bad = _traced.whole(_this, problem, _numerics(x), keep=True)
         if along:
             rows, bad, _ = mesh.agreed(rows, bad, along)
-        found = _math.summary(rows, v, x.shape[1] * mesh.devices(along))
+        found = _traced.summary(rows, v, x.shape[1] * mesh.devices(along))
         return tuple(a.astype(wide).reshape(kept) for a in found)
 
 
-def vjp(
-    x: Array,
-    delta: Array,
-    eps: Array,
-    lower: Array,
-    upper: Array,
-    p: float,
-    eta: Array,
-    status: Array,
-    g: Array,
-    samples: int,
-) -> tuple[Array, ...]:
+def vjp(problem: Problem, eta: Array, status: Array, g: Array, samples: int) -> tuple[Array, ...]:
     """Gradients of x, delta, eps, lower and upper; those of the bounds summed to their shapes, that of eps not."""
-    shapes = x.shape, delta.shape, eta.shape, lower.shape, upper.shape
-    if _at_hand(x, delta, eps, lower, upper, g):
-        *mine, its_eta, its_status, its_g = _memories(samples, x, delta, eps, lower, upper, eta, status, g)
-        solution = its_eta.astype(np.float64), its_status.astype(np.int32)
-        bars = host.vjp(*mine, p, *solution, its_g)  # type: ignore[call-arg]
+    x, p = problem.x, problem.p
+    shapes = x.shape, problem.delta.shape, eta.shape, problem.lower.shape, problem.upper.shape
+    if _at_hand(*problem.arrays(), g):
+        *mine, its_eta, its_status, its_g = _memories(samples, *problem.arrays(), eta, status, g)
+        bars = host.vjp(Problem.of(mine, p), its_eta.astype(np.float64), its_status.astype(np.int32), its_g)
         found = [_summed_to(bar, x, shape, samples) for bar, shape in zip(bars, shapes, strict=True)]
         return *(_beside(x, bar) for bar in found[:2]), *(_beside(x, bar.astype(_wide())) for bar in found[2:])
-    problem = _alike(x, delta, eps, lower, upper, eta, status, g, jnp.zeros_like(eta))
-    x_bar, delta_bar, *bars = _pulled(*problem, p=p, samples=samples, shapes=shapes)
+    arrays = _alike(*problem.arrays(), eta, status, g, jnp.zeros_like(eta))
+    x_bar, delta_bar, *bars = _pulled(*arrays, p=p, samples=samples, shapes=shapes)
     return x_bar.astype(x.dtype), delta_bar.astype(x.dtype), *bars
 
 
@@ -697,14 +688,14 @@ def _pulled_here(
     with jax.enable_x64(x64):
         block, g = _block(x, delta, lower, upper, numerics), narrow(g, numerics)
         unit = _unit(eps, eta, status) if split else None
-        parts, pace = _math.divided(be, block, widen(eps), _finite(eta), status, p, numerics, unit)
-        part = _math.weighed(be, parts, pace, p, numerics)
+        parts, pace = _derivatives.divided(be, block, widen(eps), _finite(eta), status, p, numerics, unit)
+        part = _derivatives.weighed(be, parts, pace, p, numerics)
         D, along = be.two_row_sums(*(jnp.where(part.free, a * part.direction, 0.0) for a in (part.w, g)))
-        pace = _math.sloped(be, pace, D)
+        pace = _derivatives.sloped(be, pace, D)
         # No D is negative, but XLA does not know, and so keeps nothing of one pass in memory for the other.
         again = block._replace(delta=jnp.where(D < 0, 0.0, block.delta))
-        part = _math.weighed(be, _math.split(be, again, pace, numerics), pace, p, numerics)
-        bars = _math.pulled(be, part, g, h, along, numerics)
+        part = _derivatives.weighed(be, _derivatives.split(be, again, pace, numerics), pace, p, numerics)
+        bars = _derivatives.pulled(be, part, g, h, along, numerics)
         # Rows that make no sense have no derivatives either.
         x_bar, delta_bar, c_bar, eps_bar = (jnp.where(jnp.isnan(eta), jnp.nan, bar) for bar in bars)
         low_bar, high_bar = jnp.where(delta < 0, c_bar, 0.0), jnp.where(delta > 0, c_bar, 0.0)

@@ -21,8 +21,9 @@ from jax import lax
 from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from clipaware import _math
-from clipaware._math import Block, Rows
+from clipaware import _traced
+from clipaware._problem import Block, power
+from clipaware._traced import Rows
 
 Array = Any
 Names = tuple[tuple[str, ...], ...]  # of the mesh's axes along which each axis of an array is split
@@ -173,7 +174,7 @@ def agreed(
         both = largest(jnp.concatenate([rows.top, be.widen(bad)], axis=1), names)
         return rows._replace(be=whole, **_without(rows, both[:, :1], both[:, 1:] > 0)), both[:, 1:] > 0, None
     block = rows.load(rows.tiles[0])
-    delta, room = block.delta, _math.room(rows, None, block)
+    delta, room = block.delta, _traced.room(rows, block)
     n = delta.shape[1]
     few = min(-(-SAMPLE // devices(names)), n // RARE) // RUN * RUN
     runs = np.linspace(0, n - RUN, few // RUN).astype(int)
@@ -181,7 +182,7 @@ def agreed(
 
     def total(delta: Array, top: Array) -> Array:
         """The sum of powers, in units of `top`."""
-        return be.row_sum(_math.power(be, abs(delta) * be.narrow(1 / jnp.where(top > 0, top, 1.0), numerics), p))
+        return be.row_sum(power(be, abs(delta) * be.narrow(1 / jnp.where(top > 0, top, 1.0), numerics), p))
 
     numbers = jnp.concatenate([rows.top, bad, total(delta, rows.top)], axis=1)
     seen = gathered(jnp.concatenate([be.narrow(numbers, numerics), delta[:, places], room[:, places]], axis=1), names)

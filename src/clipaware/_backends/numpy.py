@@ -1,11 +1,10 @@
-"""NumPy: rows in groups that fit the cache, long rows in blocks of columns.
+"""NumPy: rows in groups that fit the cache, by compiled kernels or by operations.
 
-The first part is what ``_math`` asks of every backend, the second what ``_api`` does.
+The first part is what ``_fast`` and ``_derivatives`` ask of every backend, the second what ``_api`` does.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from clipaware import _check, _math
-from clipaware._math import DOUBLE, SINGLE, Block, Numerics
+from clipaware import _careful, _check, _derivatives, _fast
+from clipaware._problem import DOUBLE, SINGLE, ZERO, Block, Numerics, Problem
 
 Array = Any
 
-GROUP = 2**19  # elements solved together: what a pass needs of them stays in the cache
-TILE = 2**17  # elements that an operation works on at a time, so that what it makes stays in a nearer one
+GROUP = 2**19  # elements that gradients, checks and the second try take at a time, and that a scratch buffer keeps
+TILE = 2**17  # elements that are solved at a time, so that what operations make of them stays in the cache
 LANE = 1024  # float32 elements that are summed in float32
 SMALL = 4096  # elements up to which branches cost less than more operations
 TRACES = False
@@ -65,38 +64,6 @@ def scratch(key: Any, like: Array, dtype: Any) -> Array:
     return _buffer(_kept.__dict__, ("scratch", key), like, dtype)
 
 
-def room(key: Any, block: Block, buffers: dict[Any, Array]) -> Array:
-    """Distance from x to the bound that delta points to, with the sign of delta, in the buffer of that key."""
-    distance = _bound_ahead(block.delta, block.lower, block.upper, _buffer(buffers, key, block.x))
-    distance -= block.x
-    return distance
-
-
-def raised(tile: Any, a: Array, p: float, buffers: dict[Any, Array] | None) -> Array:
-    """|a|^p, in a buffer or, without them, in place of a."""
-    out = a if buffers is None else _buffer(buffers, ("raised", tile[2]), a)
-    if p == 2:
-        return np.multiply(a, a, out=out)
-    return _math.power(_this, np.abs(a, out=out), p)
-
-
-def quotient(tile: Any, w: Array, d: Array, buffers: dict[Any, Array]) -> Array:
-    return np.divide(w, d, out=_buffer(buffers, ("quotient", tile[2]), w))
-
-
-def difference(v: Array, x: Array, buffers: dict[Any, Array]) -> Array:
-    return np.subtract(v, x, out=_buffer(buffers, "mask", x))
-
-
-def fold(combine: str, tiles: list[Any], values: list[Array], like: Array) -> Array:
-    """Values per row of each tile, added up or maximised over the tiles of a row."""
-    total = np.zeros((like.shape[0], values[0].shape[1]))
-    ufunc = np.add if combine == "sum" else np.maximum
-    for (rows, *_), value in zip(tiles, values, strict=True):
-        ufunc(total[rows], value, out=total[rows])
-    return total
-
-
 def where(condition: Array, yes: Array, no: Array) -> Array:
     """np.where; on large arrays by bits, since its branches cost far more than the arithmetic."""
     dtype = np.result_type(yes, no)
@@ -109,17 +76,6 @@ def where(condition: Array, yes: Array, no: Array) -> Array:
     np.negative(mask, out=mask)
     yes_bits, no_bits = (np.asarray(a, dtype).view(integer) for a in (yes, no))
     return (no_bits ^ ((yes_bits ^ no_bits) & mask)).view(dtype)
-
-
-def _bound_ahead(delta: Array, lower: Array, upper: Array, out: Array | None = None) -> Array:
-    """`lower` where delta is negative, `upper` elsewhere: where(delta < 0, ...) in three integer operations."""
-    integer: Any = np.int32 if delta.dtype.itemsize == 4 else np.int64
-    shift = 8 * delta.dtype.itemsize - 1
-    low, high = (bound.view(integer) for bound in (lower, upper))
-    bits = np.right_shift(delta.view(integer), shift, out=None if out is None else out.view(integer))
-    bits &= low ^ high
-    bits ^= high
-    return bits.view(delta.dtype)
 
 
 def row_dot(u: Array, v: Array) -> Array:
@@ -144,15 +100,6 @@ def _ones(dtype: Any, size: int) -> Array:
 
 def row_sum(a: Array) -> Array:
     return row_dot(a, _ones(a.dtype, a.size).reshape(a.shape))
-
-
-def row_sums(t: Array, breakpoints: Array, dp: Array, wp: Array, buffers: dict[Any, Array]) -> Array:
-    """(rows, 2): the sum of dp over t < breakpoints, and of wp over the rest."""
-    clipped = np.greater_equal(t, breakpoints, out=_buffer(buffers, "clipped", dp, bool))
-    mask = _buffer(buffers, "mask", dp)
-    np.copyto(mask, clipped)
-    C = row_dot(wp, mask)
-    return np.concatenate((row_dot(dp, np.subtract(1, mask, out=mask)), C), axis=1)
 
 
 def row_max(a: Array) -> Array:
@@ -187,23 +134,9 @@ def pow2(a: Array, numerics: Numerics) -> Array:
     return np.ldexp(1.0, np.where(np.abs(exponent) <= 8, 0, exponent))
 
 
-def runs(n: int, count: int, length: int) -> Array:
-    """Indices of `count` evenly spaced runs of `length` neighbours."""
-    return (np.linspace(0, n - length, count).astype(np.intp)[:, None] + np.arange(length)).ravel()
-
-
 def row_top(delta: Array) -> Array:
     """The largest |delta|."""
     return np.maximum(row_max(delta), -delta.min(axis=-1, keepdims=True))
-
-
-def sensible(block: Block, top: Array) -> bool:
-    """Whether everything is finite and x inside its bounds. Then they are in order, too."""
-    x, lower, upper = block.x, block.lower, block.upper
-    if lower.size == upper.size == 1:
-        low, high = x.min(), x.max()
-        return bool(lower <= low and high <= upper and low > -np.inf and high < np.inf and (top < np.inf).all())
-    return bool(((lower <= x) & (x <= upper) & np.isfinite(x)).all() and (top < np.inf).all())
 
 
 def senseless(block: Block, x: Array) -> Array:
@@ -336,11 +269,6 @@ def _quick_and_quiet() -> Iterator[None]:
         np.setbufsize(before)
 
 
-def _groups(*problem: Any, checked: bool = True) -> Any:
-    x = problem[0]
-    return _math.groups(_this, problem, _numerics(x), GROUP, TILE, checked, _kept.__dict__) if x.size else ()
-
-
 @cache
 def kernels() -> Any:
     """The compiled kernels, or None if Numba is not installed or does not work with what is."""
@@ -351,120 +279,154 @@ def kernels() -> Any:
     return numba
 
 
-def _least(a: Array) -> Any:
-    return a.item() if a.size == 1 else a.min()  # a reduction of one number takes a microsecond
-
-
-def _reconsidered(
-    status: Array, x: Array, delta: Array, lower: Array, upper: Array, checked: bool, dtype: str | None
-) -> tuple[Any, ...]:
-    """The rows that kernels found bad: they raise if they are `checked`, unless it is but rounding that left x outside
-    its bounds. Else they are returned to be solved with x clipped, and a way to take what belongs to them."""
-    if checked:
-        explain(x, delta, lower, upper, dtype)
-    bad = np.flatnonzero(status < 0)
-
-    def take(a: Array) -> Array:
-        return a if a.shape[0] == 1 else a[bad]
-
-    x, lower, upper = (take(a) for a in (x, lower, upper))
-    with np.errstate(invalid="ignore"):
-        clipped = np.where(np.isfinite(x), np.clip(x, lower, upper), np.nan).astype(x.dtype)
-    return bad, take, clipped, take(delta), lower, upper
+def _rows_of(problem: Problem, rows: Array) -> Problem:
+    """Some rows of a problem, by their numbers."""
+    return problem.mapped(lambda a: a if a.shape[0] == 1 < problem.x.shape[0] else a[rows])
 
 
 def solve(
-    x: Array,
-    delta: Array,
-    eps: Array,
-    lower: Array,
-    upper: Array,
-    p: float,
+    problem: Problem,
     mode: str,
     write: bool,
     checked: bool = True,
     dtype: str | None = None,
+    certify: bool | None = None,
 ) -> tuple[Array, Array, Array]:
     """v (None unless `write`), eta and status. Bad values raise if they are `checked`, and else make their row NaN.
 
-    `dtype` is what v is to be rounded to, if that is not the arrays' own: kernels round float32 to bfloat16.
+    `dtype` is what v is to be rounded to, if that is not the arrays' own: kernels round float32 to bfloat16. Where an
+    array is written and nobody asks to `certify` eta, eta need not be right.
     """
-    compiled = kernels()
-    if compiled is not None and x.size:
-        v, eta, status, _ = compiled.solve(x, delta, eps, lower, upper, p, mode, write, dtype=dtype)
-        if _least(status) < 0:
-            bad, take, *again = _reconsidered(status[:, 0], x, delta, lower, upper, checked, dtype)
-            problem = *again[:2], take(eps), *again[2:], p, mode, write
-            some, eta[bad], found, _ = compiled.solve(*problem, final=True, dtype=dtype)
-            status[bad] = np.where(found < 0, _math.ZERO, found)
-            if write:
-                v[bad] = some
-        return v, eta, status
-    rows, n = x.shape
-    out: Array = np.empty_like(x, order="C") if write else None
-    eta, status = np.zeros((rows, 1)), np.full((rows, 1), _math.ZERO)
-    half = x.dtype.itemsize == 2
-    with _quick_and_quiet():
-        for part, group, blank in _groups(x, delta, eps, lower, upper, p, checked=checked):
-            found = _math.solve(group, n, mode, write)
-
-            def store(tile: Any, block: Block, direction: Array, k: Array, part: slice = part) -> Array:
-                kept = out[part][tile[:2]]
-                v = np.multiply(direction, k, out=None if half else kept)
-                v += block.x
-                np.clip(v, block.lower, block.upper, out=v)
-                if half:
-                    kept[...] = v
-                return kept.astype(v.dtype, copy=False)
-
-            if write:
-                (found,) = _math.write(group, found, mode, store, half)
-            eta[part], status[part] = found.K / found.m, found.status
-            if blank is not None:
-                lost = np.broadcast_to(blank, eta[part].shape)[:, 0]
-                eta[part][lost] = np.nan
-                if write:
-                    out[part][lost] = np.nan
-    return out, eta, status
-
-
-def reach(
-    x: Array, delta: Array, lower: Array, upper: Array, p: float, dtype: str | None = None, checked: bool = True
-) -> Array:
-    compiled = kernels()
-    if compiled is not None and x.size:
-        found, status = compiled.reach(x, delta, lower, upper, p)
-        if _least(status) < 0:
-            bad, _, *again = _reconsidered(status[:, 0], x, delta, lower, upper, checked, dtype)
-            found[bad] = compiled.reach(*again, p, final=True)[0]
-        return found
-    found = np.zeros((x.shape[0], 1))
-    with _quick_and_quiet():
-        for part, group, blank in _groups(x, delta, np.ones((1, 1)), lower, upper, p, checked=checked):
-            found[part] = _math.reach(group) if blank is None else where(blank, math.nan, _math.reach(group))
+    compiled, x = kernels(), problem.x
+    certify = not write if certify is None else certify
+    if not x.size:
+        return (x.copy() if write else None), np.zeros((len(x), 1)), np.full((len(x), 1), ZERO)
+    found: tuple[Array, Array, Array]
+    if compiled is not None:
+        found = compiled.solve(problem, mode, write, certify, dtype)
+    else:
+        found = _solve_by_operations(problem, mode, write, certify)
+    if (found[2] < 0).any():
+        if checked:
+            _check_values(problem, found[2] == _fast.FLAGGED, dtype)
+        solve_flagged_in_place(problem, mode, found, dtype or dtype_name(x))
     return found
 
 
-def summary(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, v: Array
+def _groups_of(chosen: Array, n: int) -> Iterator[Array]:
+    """The numbers of the rows that are chosen, some at a time."""
+    rows, height = np.flatnonzero(chosen), max(1, GROUP // n)
+    return (rows[start : start + height] for start in range(0, len(rows), height))
+
+
+def _check_values(problem: Problem, chosen: Array, dtype: str | None) -> None:
+    """Raise if there are bad values in these rows."""
+    for part in _groups_of(chosen, problem.x.shape[1]):
+        if not values_are_fine(_rows_of(problem, part)):
+            explain(problem.x, problem.delta, problem.lower, problem.upper, dtype)
+            return  # all rows have been looked at
+
+
+def values_are_fine(problem: Problem) -> bool:
+    """Whether all values are finite and x lies within 2 ulp of its bounds. If not, `explain` has to look closer."""
+    x, lower, upper = problem.x, problem.lower, problem.upper
+    ulp = 2.0**-52 if x.dtype == np.float64 else 2.0**-23
+    with np.errstate(all="ignore"):  # of values that are not fine
+        scale = np.maximum(*(np.where(np.isfinite(b), abs(b), 0) for b in (lower, upper)))
+        slack = (2 * ulp * scale).astype(x.dtype)
+        inside = (lower - slack <= x) & (x <= upper + slack) & np.isfinite(x)
+        return bool(inside.all() and np.isfinite(problem.delta).all() and (lower <= upper).all())
+
+
+def _inside_bounds(problem: Problem) -> Problem:
+    """The problem with x clipped into its bounds; NaN where x is not finite."""
+    x = problem.x
+    with np.errstate(invalid="ignore"):
+        kept = _careful.clipped(x, problem.lower, problem.upper).astype(x.dtype)
+    return problem._replace(x=np.where(np.isfinite(x), kept, np.asarray(np.nan, x.dtype)))
+
+
+def solve_flagged_in_place(problem: Problem, mode: str, found: tuple[Array, Array, Array], dtype: str) -> None:
+    """Solve the rows that are flagged in `found`, in place.
+
+    The fast lane tries once more, in float64 and with x inside its bounds. The careful lane takes what it flags again.
+    """
+    v, eta, status = found
+    write, compiled = v is not None, kernels()
+    if compiled is not None:
+        compiled.solve_again(problem, mode, found, dtype)
+    elif dtype == dtype_name(problem.x):
+        for part in _groups_of(status < 0, problem.x.shape[1]):
+            some = _inside_bounds(_rows_of(problem, part))
+            again, eta[part], status[part] = _solve_by_operations(some, mode, write, True, wide=True)
+            if write:
+                v[part] = again
+    for part in _groups_of(status < 0, problem.x.shape[1]):
+        some = _inside_bounds(_rows_of(problem, part))
+        again, eta[part], status[part] = _careful.solve(some, mode, write, dtype)
+        if write:
+            v[part] = again
+
+
+def solve_flagged(problem: Problem, mode: str, write: bool, dtype: str) -> tuple[Array, Array, Array]:
+    """v (None unless `write`), eta and status of rows that another backend's fast lane has flagged."""
+    rows = len(problem.x)
+    out: Array = np.empty_like(problem.x, order="C") if write else None
+    found = out, np.empty((rows, 1)), np.full((rows, 1), _fast.FLAGGED)
+    if problem.x.size:
+        solve_flagged_in_place(problem, mode, found, dtype)
+    return found
+
+
+def _solve_by_operations(
+    problem: Problem, mode: str, write: bool, certify: bool, wide: bool = False
 ) -> tuple[Array, Array, Array]:
-    """Of v: norm, naive norm and share of elements at their bounds."""
+    """The fast lane without compiled kernels; if it is to be `wide`, in float64 whatever the dtype."""
+    x, numerics = problem.x, DOUBLE if wide else _numerics(problem.x)
     rows, n = x.shape
-    found = np.zeros((3, rows, 1))
+    out: Array = np.empty_like(x, order="C") if write else None
+    eta, status = np.empty((rows, 1)), np.empty((rows, 1), np.int64)
+    height = max(1, TILE // n)
     with _quick_and_quiet():
-        # Already looked at; in half precision from elsewhere, more counts as rounding than these arrays tell.
-        for part, group, _ in _groups(x, delta, eps, lower, upper, p, checked=False):
-            found[:, part] = _math.summary(group, v[part], n)
-    return tuple(found)
+        for start in range(0, rows, height):
+            part = slice(start, min(start + height, rows))
+            some = _rows_of(problem, part)
+            # In C order: the bits of a sum must not depend on how many rows there are.
+            arrays = (np.ascontiguousarray(a, _working(numerics)) for a in (some.x, some.delta, some.lower, some.upper))
+            block = Block(*arrays)
+            found = _fast.solve(
+                _fast.Rows(_this, block, some.eps, some.p, numerics, x, 8 * x.itemsize), mode, write, certify
+            )
+            v, eta[part], status[part] = found
+            if write:
+                out[part] = v
+    return out, eta, status
+
+
+def reach(problem: Problem, dtype: str | None = None, checked: bool = True) -> Array:
+    """The largest norm of every row."""
+    compiled, rows = kernels(), len(problem.x)
+    if not problem.x.size:
+        return np.zeros((rows, 1))
+    problem = problem._replace(eps=np.ones((1, 1)))
+    found, status = (np.empty((rows, 1)), np.full(rows, -1)) if compiled is None else compiled.reach(problem)
+    if checked:
+        _check_values(problem, status < 0, dtype)
+    for part in _groups_of(status < 0, problem.x.shape[1]):
+        found[part] = _careful.reach(_inside_bounds(_rows_of(problem, part)))
+    return found
+
+
+def summary(problem: Problem, v: Array) -> tuple[Array, Array, Array]:
+    """Of v: norm, naive norm and share of elements at their bounds."""
+    if not problem.x.size:
+        zero = np.zeros((len(problem.x), 1))
+        return zero, zero, zero
+    return _careful.summary(problem, v)
 
 
 def vjp(
-    x: Array,
-    delta: Array,
-    eps: Array,
-    lower: Array,
-    upper: Array,
-    p: float,
+    problem: Problem,
     eta: Array,
     status: Array,
     g: Array,
@@ -475,11 +437,12 @@ def vjp(
 
     What is not needed may be None instead.
     """
+    x, delta, eps, lower, upper = problem.arrays()
     rows, n = x.shape
     compiled = kernels()
     if compiled is not None and x.size:
         bars = (needs[0], needs[1], needs[3] or needs[4])
-        x_bar, delta_bar, c_bar, sums, eps_bar = compiled.vjp(x, delta, eps, lower, upper, p, eta, status, g, h, bars)
+        x_bar, delta_bar, c_bar, sums, eps_bar = compiled.vjp(problem, eta, status, g, h, bars)
         low_bar = high_bar = None
         if sums is not None:
             low_bar, high_bar = (
@@ -498,9 +461,9 @@ def vjp(
             part = slice(start, start + max(1, GROUP // n))
             a, b, e, up = (v if v.shape[0] == 1 else v[part] for v in (lower, upper, eps, g))
             block = Block(*(np.asarray(v, _working(numerics)) for v in (x[part], delta[part], a, b)))
-            parts = _math.partials(_this, block, e, eta[part], status[part], p, numerics)
+            parts = _derivatives.partials(_this, block, e, eta[part], status[part], problem.p, numerics)
             up_eta = 0.0 if h is None else h[part]
-            found = _math.vjp(_this, parts, np.asarray(up, _working(numerics)), up_eta, numerics)
+            found = _derivatives.vjp(_this, parts, np.asarray(up, _working(numerics)), up_eta, numerics)
             x_bar[part], delta_bar[part], c_bar, eps_bar[part] = found
             lost = np.isnan(eta[part, 0])
             if lost.any():

@@ -1,6 +1,6 @@
 """PyTorch's tensors that are parts of samples, the other parts of which other processes hold.
 
-The algorithm is that of ``_math``: a sum or a maximum over a row is one over all of its parts, by one collective for
+The algorithm is that of ``_traced``: a sum or a maximum over a row is one over all of its parts, by one collective for
 all rows. What depends on a decision depends on such numbers alone, which every process has in the same bits. So that
 the passes are few, the first collective brings a small sample of every row, and the second the sums of Newton's pass at
 several scales around its solution. What derivatives need in backward is one collective, too.
@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from clipaware import _math
+from clipaware import _derivatives, _traced
 from clipaware._backends import torch as alone
-from clipaware._math import AT_ZERO, DOUBLE, Block, Numerics, Pace, Partials, Passes, Rows
+from clipaware._derivatives import Pace, Partials
+from clipaware._problem import AT_ZERO, DOUBLE, REGULAR, UNREACHABLE, Block, Numerics, Problem, bound_ahead, power
+from clipaware._traced import Passes, Rows
 
 Array = Any
 
@@ -62,71 +64,57 @@ class Shards:
 
     # --- what the API asks for ----------------------------------------------------------------------------------------
 
-    def solve(
-        self, x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, mode: str, write: bool
-    ) -> tuple[Array, Array, Array]:
+    def solve(self, problem: Problem, mode: str, write: bool) -> tuple[Array, Array, Array]:
         """v (None unless `write`), eta and status."""
-        problem = alone._as_tensors((x, delta, eps, lower, upper))
-        v, eta, status = _Solve.apply(self, *problem, p, mode, write)  # type: ignore[no-untyped-call]
+        arrays = alone._as_tensors(problem).arrays()
+        v, eta, status = _Solve.apply(self, *arrays, problem.p, mode, write)  # type: ignore[no-untyped-call]
         return v if write else None, eta, status
 
-    def reach(self, x: Array, delta: Array, lower: Array, upper: Array, p: float) -> Array:
-        one = torch.ones((1, 1), dtype=torch.float64, device=x.device)
-        if not x.shape[0]:
+    def reach(self, problem: Problem) -> Array:
+        """The largest norm of every row."""
+        one = torch.ones((1, 1), dtype=torch.float64, device=problem.x.device)
+        if not problem.x.shape[0]:
             return one[:0]
-        rows, look = self.rows((x, delta, one, lower, upper), p)
-        return torch.where(look.bad, torch.nan, _math.reach(rows))
+        rows, look = self.rows(problem._replace(eps=one))
+        return torch.where(look.bad, torch.nan, _traced.reach(rows))
 
-    def summary(
-        self, x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, v: Array
-    ) -> tuple[Array, Array, Array]:
+    def summary(self, problem: Problem, v: Array) -> tuple[Array, Array, Array]:
         """Of v: norm, naive norm and share of elements at their bounds."""
-        if not x.shape[0]:
-            nothing = torch.zeros((0, 1), dtype=torch.float64, device=x.device)
+        if not problem.x.shape[0]:
+            nothing = torch.zeros((0, 1), dtype=torch.float64, device=problem.x.device)
             return nothing, nothing, nothing
-        rows, look = self.rows((x, delta, eps, lower, upper), p)
+        rows, look = self.rows(problem)
         v = v.detach() if v.shape[1] else v.new_zeros((len(v), 1))
-        norm, naive, clipped = (torch.where(look.bad, torch.nan, a) for a in _math.summary(rows, v, look.n))
-        if p == math.inf:  # a maximum may lose the NaN of another process
+        norm, naive, clipped = (torch.where(look.bad, torch.nan, a) for a in _traced.summary(rows, v, look.n))
+        if problem.p == math.inf:  # a maximum may lose the NaN of another process
             lost = self.reduced("max", torch.isnan(v).any(1, keepdim=True).double()) > 0
             norm = torch.where(lost, torch.nan, norm)
         return norm, naive, clipped
 
-    def vjp(
-        self,
-        x: Array,
-        delta: Array,
-        eps: Array,
-        lower: Array,
-        upper: Array,
-        p: float,
-        eta: Array,
-        status: Array,
-        g: Array,
-    ) -> tuple[Array, ...]:
+    def vjp(self, problem: Problem, eta: Array, status: Array, g: Array) -> tuple[Array, ...]:
         """Gradients of x, delta, eps, lower and upper; those of the bounds summed to their rows form, of this part."""
-        x, delta, eps, lower, upper = (a.detach() for a in alone._as_tensors((x, delta, eps, lower, upper)))
-        per_row = eps.expand(x.shape[0], 1)
-        problem = x, delta, per_row, lower, upper
-        top = largest = torch.zeros_like(per_row)
-        if x.shape[0]:
-            _, look = self.rows(problem, p)
+        problem = alone._as_tensors(problem).mapped(alone._detached)
+        rows = problem.x.shape[0]
+        problem = problem._replace(eps=problem.eps.expand(rows, 1))
+        top = largest = torch.zeros_like(problem.eps)
+        if rows:
+            _, look = self.rows(problem)
             top, largest = look.top, look.largest
-        return tuple(self.bars(problem, p, (eta.detach(), status, top, largest), g.detach(), None, (True,) * 5))
+        return tuple(self.bars(problem, (eta.detach(), status, top, largest), g.detach(), None, (True,) * 5))
 
     # --- parts of rows ------------------------------------------------------------------------------------------------
 
-    def rows(self, problem: tuple[Array, ...], p: float, sampled: bool = False) -> tuple[Rows, Look]:
+    def rows(self, problem: Problem, sampled: bool = False) -> tuple[Rows, Look]:
         """All of the problem as one group, and what a first collective tells of it: also a sample, for Newton."""
-        length = problem[0].shape[1]
-        problem = x, delta, eps, lower, upper = _plain(problem)
-        numerics = alone._numerics(x)
-        tiles, load = _tiles(x), _loader(x, delta, lower, upper, numerics)
+        length = problem.x.shape[1]
+        problem = _plain(problem)
+        x, p, numerics = problem.x, problem.p, alone._numerics(problem.x)
+        tiles, load = _tiles(x), _loader(problem)
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         checked = x.device.type == "cpu"
         error = _explained(problem) if checked else None
 
-        columns = _looked_at(x, eps.expand(len(x), 1), p, load, tiles)
+        columns = _looked_at(x, problem.eps.expand(len(x), 1), p, load, tiles)
         columns[:, 0] = (rank + 1 if error else 0) if checked else columns[:, 0]
         count = -(-min(max(SAMPLE // len(x), LEAST), MOST) // size) if sampled else 0
         sample = torch.full((len(x), size, count, 2), -1.0, dtype=columns.dtype, device=x.device)
@@ -153,7 +141,7 @@ class Shards:
         def sums(nodes: Array) -> tuple[Array, Array]:
             def of_tile(tile: Any) -> Array:
                 (breakpoints, dp, wp), here = passes.piece(tile, rows.top), rows.pick(nodes, tile)
-                return torch.cat([alone.row_sums(T, breakpoints, dp, wp, None) for T in here.split(1, dim=1)], dim=1)
+                return torch.cat([alone.row_sums(T, breakpoints, dp, wp) for T in here.split(1, dim=1)], dim=1)
 
             both = rows.fold("sum", of_tile)
             return both[:, ::2], both[:, 1::2]
@@ -172,19 +160,19 @@ class Shards:
             low, high = torch.where(wide, low, found), torch.where(wide, high, found * (1 + WIDE))
         return found
 
-    def solved(self, problem: tuple[Array, ...], p: float, mode: str, write: bool) -> tuple[Array, ...]:
+    def solved(self, problem: Problem, mode: str, write: bool) -> tuple[Array, ...]:
         """v (empty unless `write`), eta, status, the largest |delta|, and that of what can move by eps."""
-        x = problem[0]
+        x, p = problem.x, problem.p
         out = torch.empty_like(x, memory_format=torch.contiguous_format) if write else x.new_empty(0)
         if not x.shape[0]:
             nothing = torch.zeros((0, 1), dtype=torch.float64, device=x.device)
             return out, nothing, nothing.long(), nothing, nothing
-        rows, look = self.rows(problem, p, sampled=p < math.inf)
+        rows, look = self.rows(problem, sampled=p < math.inf)
 
         def begin(passes: Passes, still: Array) -> Array:
             return look.largest if p == math.inf else self.start(passes, look, still)
 
-        found = _math.solve(rows, look.n, mode, write, begin)
+        found = _traced.solve(rows, look.n, mode, write, begin)
         half = x.dtype.itemsize == 2
 
         def store(tile: Any, block: Block, direction: Array, k: Array) -> Array:
@@ -194,7 +182,7 @@ class Shards:
             return v.to(x.dtype).to(v.dtype) if half else v
 
         if write:
-            (found,) = _math.write(rows, found, mode, store, half)
+            (found,) = _traced.write(rows, found, mode, store, half)
             if look.bad.any():
                 out.masked_fill_(look.bad, torch.nan)
         eta = torch.where(look.bad, torch.nan, found.K / found.m)
@@ -202,30 +190,28 @@ class Shards:
 
     # --- derivatives --------------------------------------------------------------------------------------------------
 
-    def bars(
-        self, problem: tuple[Array, ...], p: float, solution: tuple[Array, ...], g: Any, h: Any, needs: Any
-    ) -> list[Any]:
+    def bars(self, problem: Problem, solution: tuple[Array, ...], g: Any, h: Any, needs: Any) -> list[Any]:
         """Gradients as far as they are needed, each of its argument's shape and dtype."""
-        x = problem[0]
-        found: list[Any] = [torch.zeros_like(a) if need else None for a, need in zip(problem, needs, strict=False)]
-        if not x.shape[0]:
+        arrays = problem.arrays()
+        found: list[Any] = [torch.zeros_like(a) if need else None for a, need in zip(arrays, needs, strict=False)]
+        if not problem.x.shape[0]:
             return found
         # Not rounded to half precision while there is more to add up.
         found[3:] = [None if bar is None else bar.to(alone._wide(bar)) for bar in found[3:]]
         eta, status, top, largest = solution
-        empty = not x.shape[1]
-        x, delta, eps, lower, upper = _plain(problem)
-        numerics = alone._numerics(x)
-        load, tiles = _loader(x, delta, lower, upper, numerics), _tiles(x)
+        empty = not problem.x.shape[1]
+        problem = _plain(problem)
+        x, p, numerics = problem.x, problem.p, alone._numerics(problem.x)
+        load, tiles = _loader(problem), _tiles(x)
         g = None if g is None or empty else g
-        pace = _pace(eps.expand(x.shape[0], 1), eta, status, top, largest, p, numerics)
+        pace = _pace(problem.eps.expand(x.shape[0], 1), eta, status, top, largest, p, numerics)
 
         def part(tile: Any, pace: Pace) -> tuple[Partials, Array]:
             here = Pace(*(a[tile[0], :] for a in pace))
             block = load(tile)
             up = torch.zeros_like(block.x) if g is None else g[tile[:2]].to(block.x.dtype)
-            parts = _math.split(alone, block, here, numerics)
-            return _math.weighed(alone, parts, here, p, numerics), up
+            parts = _derivatives.split(alone, block, here, numerics)
+            return _derivatives.weighed(alone, parts, here, p, numerics), up
 
         def sums(tile: Any) -> Array:
             of_tile, up = part(tile, pace)
@@ -237,20 +223,21 @@ class Shards:
         pace = _sloped(pace, slope, top, p, numerics)
         if needs[2]:
             lam = ((0.0 if h is None else h) / pace.m + along) * pace.inverse
-            found[2] = torch.where(torch.isnan(eta), torch.nan, lam).sum_to_size(problem[2].shape).to(problem[2].dtype)
+            eps_bar = torch.where(torch.isnan(eta), torch.nan, lam)
+            found[2] = eps_bar.sum_to_size(arrays[2].shape).to(arrays[2].dtype)
         for tile in () if empty else tiles:
             of_tile, up = part(tile, pace)
             some = along[tile[0], :]
             down = torch.zeros_like(some) if h is None else h[tile[0], :]
-            x_bar, delta_bar, c_bar, _ = _math.pulled(alone, of_tile, up, down, some, numerics)
-            moves = delta[tile[:2]]
+            x_bar, delta_bar, c_bar, _ = _derivatives.pulled(alone, of_tile, up, down, some, numerics)
+            moves = problem.delta[tile[:2]]
             of_bounds = torch.where(moves < 0, c_bar, 0.0), torch.where(moves > 0, c_bar, 0.0)
             lost = torch.isnan(eta[tile[0], :])
             for into, bar in zip((found[0], found[1], *found[3:]), (x_bar, delta_bar, *of_bounds), strict=True):
                 if into is not None:
                     part_of = into[_of_tile(into, tile)]
                     part_of += torch.where(lost, torch.nan, bar).sum_to_size(part_of.shape)
-        return [None if bar is None else bar.to(a.dtype) for bar, a in zip(found, problem, strict=True)]
+        return [None if bar is None else bar.to(a.dtype) for bar, a in zip(found, arrays, strict=True)]
 
 
 class _Solve(torch.autograd.Function):
@@ -258,11 +245,11 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shards: Shards, *arguments: Any) -> Any:
-        *problem, p, mode, write = arguments
-        v, eta, status, top, largest = shards.solved(tuple(problem), p, mode, write)
+        *arrays, p, mode, write = arguments
+        v, eta, status, top, largest = shards.solved(Problem.of(arrays, p), mode, write)
         ctx.shards, ctx.p, ctx.write = shards, p, write
         ctx.mark_non_differentiable(status, *([] if write else [v]))
-        ctx.save_for_backward(*problem, eta, status, top, largest)
+        ctx.save_for_backward(*arrays, eta, status, top, largest)
         ctx.set_materialize_grads(False)
         return v, eta, status
 
@@ -273,18 +260,18 @@ class _Solve(torch.autograd.Function):
                 "the gradients of samples that are spread over processes cannot be differentiated again, as "
                 "create_graph=True asks for; have whole samples on every process for that"
             )
-        saved = ctx.saved_tensors
-        needs = ctx.needs_input_grad[1:6]
-        return None, *ctx.shards.bars(saved[:5], ctx.p, saved[5:], g if ctx.write else None, h, needs), None, None, None
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[1:6]
+        problem = Problem.of(saved[:5], ctx.p)
+        return None, *ctx.shards.bars(problem, saved[5:], g if ctx.write else None, h, needs), None, None, None
 
 
-def _plain(problem: Any) -> tuple[Array, ...]:
+def _plain(problem: Problem) -> Problem:
     """Without derivatives; and instead of a part without elements, one that does not move."""
-    x, delta, eps, lower, upper = (a.detach() for a in alone._as_tensors(problem))
-    if not x.shape[1]:
-        nothing = x.new_zeros((x.shape[0], 1))
-        x, delta, lower, upper = nothing, nothing, nothing, nothing + 1
-    return x, delta, eps, lower, upper
+    problem = alone._as_tensors(problem).mapped(alone._detached)
+    if problem.x.shape[1]:
+        return problem
+    nothing = problem.x.new_zeros((problem.x.shape[0], 1))
+    return problem._replace(x=nothing, delta=nothing, lower=nothing, upper=nothing + 1)
 
 
 def _tiles(x: Array) -> list[Any]:
@@ -305,7 +292,10 @@ def _of_tile(a: Array, tile: Any) -> tuple[slice, slice]:
     return across if a.shape[0] != 1 else slice(None), along if a.shape[1] != 1 else slice(None)
 
 
-def _loader(x: Array, delta: Array, lower: Array, upper: Array, numerics: Numerics) -> Any:
+def _loader(problem: Problem) -> Any:
+    x, delta, _, lower, upper = problem.arrays()
+    numerics = alone._numerics(x)
+
     def load(tile: Any, T: Any = None) -> Block:
         parts = x[tile[:2]], delta[tile[:2]], lower[_of_tile(lower, tile)], upper[_of_tile(upper, tile)]
         block = Block(*(alone.narrow(a, numerics) for a in parts))
@@ -316,13 +306,13 @@ def _loader(x: Array, delta: Array, lower: Array, upper: Array, numerics: Numeri
 
 def _room(block: Block) -> Array:
     """Distance from x to the bound that delta points to; 0 where it points nowhere."""
-    ahead = _math.bound_ahead(alone, block.delta, block.lower, block.upper)
+    ahead = bound_ahead(alone, block.delta, block.lower, block.upper)
     return torch.where(block.delta == 0, 0.0, abs(ahead - block.x))
 
 
-def _explained(problem: tuple[Array, ...]) -> ValueError | None:
+def _explained(problem: Problem) -> ValueError | None:
     """What is wrong with the values of this part, to be raised when the others know that there is something."""
-    x, delta, _, lower, upper = problem
+    x, delta, _, lower, upper = problem.arrays()
     fine = (lower <= x) & (x <= upper) & torch.isfinite(x) & torch.isfinite(delta)
     if bool(fine.all()):
         return None
@@ -398,10 +388,10 @@ def _of_sample(rows: Rows, look: Look, still: Array) -> tuple[Array, Array]:
 
     top = d.amax(dim=1, keepdim=True)
     sample = Rows(alone, load, tiles, True, torch.where(still, 0.0, rows.eps), p, top, DOUBLE)
-    found = _math.solve(sample, 0, "equal", False)
+    found = _traced.solve(sample, 0, "equal", False)
     eta = found.K / found.m
     terms = torch.minimum(eta * d, s) / rows.eps
-    powers = _math.power(alone, terms, p)
+    powers = power(alone, terms, p)
     total = powers.sum(dim=1, keepdim=True)
     spread = torch.sqrt(torch.clamp((powers * powers).sum(dim=1, keepdim=True) - total**2 / d.shape[1], min=0.0))
     off = SURE * spread / (p * torch.clamp(found.slope, min=1e-3))
@@ -439,9 +429,9 @@ def _pace(eps: Array, eta: Array, status: Array, top: Array, largest: Array, p: 
     """What is known of rows before their slopes are: where eps = 0, in units of the largest |delta|."""
     top = torch.where(top > 0, top, 1.0)
     m = alone.pow2(top, numerics)
-    regular = status == _math.REGULAR
+    regular = status == REGULAR
     inv = torch.where(regular, 1 / torch.where(regular, eps, 1.0), 0.0)
-    eta = torch.where(status == _math.UNREACHABLE, 0.0, eta)
+    eta = torch.where(status == UNREACHABLE, 0.0, eta)
     rate = torch.where(status == AT_ZERO, m / top, eta * m * inv) if p < math.inf else torch.ones_like(top)
     narrow = alone.narrow
     of_largest = narrow(largest, numerics) * narrow(1 / m, numerics)
@@ -453,11 +443,11 @@ def _sloped(pace: Pace, slope: Array, top: Array, p: float, numerics: Numerics) 
     if p == math.inf:
         some = slope > 0
         pace = pace._replace(rate=alone.narrow(1 / torch.where(some, slope, 1.0), numerics))
-        return _math.sloped(alone, pace, torch.where(some, alone.widen(pace.largest), 0.0))
+        return _derivatives.sloped(alone, pace, torch.where(some, alone.widen(pace.largest), 0.0))
     at_zero = (pace.status == AT_ZERO) & (slope > 0)
     unit = pace.m / torch.where(top > 0, top, 1.0)
     norm = torch.where(at_zero, slope * unit, 1.0) ** (1 / p)
     limit = torch.where(at_zero, unit / norm, alone.widen(pace.rate))
-    return _math.sloped(
+    return _derivatives.sloped(
         alone, pace._replace(rate=alone.narrow(limit, numerics)), torch.where(at_zero, 1 / limit, slope)
     )

@@ -1,6 +1,6 @@
 """TensorFlow: NumPy's kernels on eager CPU tensors, elsewhere one fused XLA program of plain operations.
 
-In a graph, ``_math`` runs on the whole problem with ``tf.while_loop`` and ``tf.cond``. One by one, TensorFlow's
+In a graph, ``_traced`` runs on the whole problem with ``tf.while_loop`` and ``tf.cond``. One by one, TensorFlow's
 operations would cost more than the paper's sort, so the solver is a function with ``jit_compile=True`` inside whatever
 graph the caller builds. Its results have no derivatives of their own: `_attached` adds them, in closed form.
 """
@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from clipaware import _check, _math
+from clipaware import _check, _derivatives, _traced
 from clipaware._backends import numpy as host
-from clipaware._math import DOUBLE, SINGLE, Block, Numerics, Rows
+from clipaware._problem import DOUBLE, SINGLE, ZERO, Block, Numerics, Problem
+from clipaware._traced import Rows
 
 Array = Any
 
@@ -73,7 +74,7 @@ def row_dot(u: Array, v: Array) -> Array:
     return row_sum(u * v)
 
 
-def row_sums(t: Array, breakpoints: Array, dp: Array, wp: Array, buffers: None) -> Array:
+def row_sums(t: Array, breakpoints: Array, dp: Array, wp: Array) -> Array:
     """(rows, 2): the sum of dp over t < breakpoints, and of wp over the rest; stacked, since XLA fuses that into one
     pass, and not two sums."""
     clipped = t >= breakpoints
@@ -335,7 +336,7 @@ def _filled(a: Array, lengths: tuple[Any, ...]) -> Array:
     ]
     if all(isinstance(count, int) for count in missing):
         return a
-    return tf.pad(a, [[0, count] for count in missing], constant_values=_math.ZERO if a.dtype.is_integer else 0)
+    return tf.pad(a, [[0, count] for count in missing], constant_values=ZERO if a.dtype.is_integer else 0)
 
 
 def _cut(a: Array, lengths: tuple[Any, ...]) -> Array:
@@ -347,10 +348,9 @@ def _cut(a: Array, lengths: tuple[Any, ...]) -> Array:
     return a if ends == [None, None] else a[: ends[0], : ends[1]]
 
 
-def _whole(problem: tuple[Any, ...]) -> tuple[Rows, Array]:
+def _whole(problem: Problem) -> tuple[Rows, Array]:
     """All of the problem as one group of rows, unchecked, and which of them are to become NaN."""
-    p = problem[5]
-    rows, bad = _math.whole(_this, problem, _numerics(problem[0]), p not in CHEAP)
+    rows, bad = _traced.whole(_this, problem, _numerics(problem.x), problem.p not in CHEAP)
     block = rows.load(rows.tiles[0])
     return rows._replace(load=lambda _, T=None: block if T is None else anew(block, T)), bad
 
@@ -376,9 +376,9 @@ def _solved(
     p: float, mode: str, write: bool, x: Array, delta: Array, eps: Array, lower: Array, upper: Array
 ) -> tuple[Array, ...]:
     """v (if `write`), eta and status; in a trace."""
-    group, bad = _whole((x, delta, eps, lower, upper, p))
+    group, bad = _whole(Problem(x, delta, eps, lower, upper, p))
     half = x.dtype.size == 2
-    found = _math.solve(group, 0, mode, write)
+    found = _traced.solve(group, 0, mode, write)
     if not write:
         return where(bad, np.nan, found.K / found.m), found.status
 
@@ -392,19 +392,19 @@ def _solved(
         v = clip(moved, block.lower, block.upper)
         return _rounded(v, x.dtype) if half else v
 
-    found, v = _math.write(group, found, mode, store, half)
+    found, v = _traced.write(group, found, mode, store, half)
     return where(bad, np.nan, tf.cast(v, x.dtype)), where(bad, np.nan, found.K / found.m), found.status
 
 
 def _reach(p: float, x: Array, delta: Array, lower: Array, upper: Array) -> tuple[Array]:
-    group, bad = _whole((x, delta, tf.ones((1, 1), tf.float64), lower, upper, p))
-    return (where(bad, np.nan, _math.reach(group)),)
+    group, bad = _whole(Problem(x, delta, tf.ones((1, 1), tf.float64), lower, upper, p))
+    return (where(bad, np.nan, _traced.reach(group)),)
 
 
 def _summary(p: float, x: Array, delta: Array, eps: Array, lower: Array, upper: Array, v: Array) -> tuple[Array, ...]:
     """Norm, naive norm and number of elements at their bounds."""
-    group, _ = _whole((x, delta, eps, lower, upper, p))
-    return _math.summary(group, v, 1)
+    group, _ = _whole(Problem(x, delta, eps, lower, upper, p))
+    return _traced.summary(group, v, 1)
 
 
 def _bars(
@@ -422,10 +422,10 @@ def _bars(
     """Gradients of x, delta, eps, lower and upper for cotangents g of v and h of eta, each of its argument's own shape
     and dtype, but for bounds in half precision: there may be more to add up. Differentiable again."""
     numerics = _numerics(x)
-    (eta,) = _attached(p, (eta,), status, x, delta, eps, lower, upper)
+    (eta,) = _attached(Problem(x, delta, eps, lower, upper, p), (eta,), status)
     block = Block(*(narrow(a, numerics) for a in (x, delta, lower, upper)))
-    part = _math.partials(_derivable, block, eps, eta, status, p, numerics)
-    x_bar, delta_bar, c_bar, eps_bar = _math.vjp(_derivable, part, narrow(g, numerics), h, numerics)
+    part = _derivatives.partials(_derivable, block, eps, eta, status, p, numerics)
+    x_bar, delta_bar, c_bar, eps_bar = _derivatives.vjp(_derivable, part, narrow(g, numerics), h, numerics)
     lost = tf.math.is_nan(eta)
     found = x_bar, delta_bar, eps_bar, where(delta < 0, c_bar, 0.0), where(delta > 0, c_bar, 0.0)
     kept = (_summed(where(lost, np.nan, bar), a) for bar, a in zip(found, (x, delta, eps, lower, upper), strict=True))
@@ -448,20 +448,21 @@ def _typed(bars: tuple[Array, ...], x: Array) -> tuple[Array, ...]:
     return tuple(tf.cast(bar, kind) for bar, kind in zip(bars, kinds, strict=True))
 
 
-def _attached(p: float, values: tuple[Array, ...], status: Array, *problem: Array) -> tuple[Array, ...]:
-    """The values, (v, eta) or (eta,), as functions of the problem (x, delta, eps, lower, upper)."""
+def _attached(problem: Problem, values: tuple[Array, ...], status: Array) -> tuple[Array, ...]:
+    """The values, (v, eta) or (eta,), as functions of the problem's arrays."""
+    p = problem.p
 
     def function(*arguments: Array) -> Any:
-        problem, values = arguments[:5], arguments[5:]
+        arrays, values = arguments[:5], arguments[5:]
 
         def pull(*cotangents: Array) -> Any:
-            g = cotangents[0] if len(values) == 2 else tf.zeros((1, 1), problem[0].dtype)
-            bars = _pulled(p, *problem, values[-1], status, g, cotangents[-1])
-            return *(tf.cast(bar, a.dtype) for bar, a in zip(bars, problem, strict=True)), *(None for _ in values)
+            g = cotangents[0] if len(values) == 2 else tf.zeros((1, 1), arrays[0].dtype)
+            bars = _pulled(p, *arrays, values[-1], status, g, cotangents[-1])
+            return *(tf.cast(bar, a.dtype) for bar, a in zip(bars, arrays, strict=True)), *(None for _ in values)
 
         return tuple(tf.identity(a) for a in values), pull
 
-    return tuple(tf.custom_gradient(function)(*problem, *(tf.stop_gradient(a) for a in values)))
+    return tuple(tf.custom_gradient(function)(*problem.arrays(), *(tf.stop_gradient(a) for a in values)))
 
 
 def _pulled(p: float, *arguments: Array) -> tuple[Array, ...]:
@@ -476,54 +477,49 @@ def _pulled(p: float, *arguments: Array) -> tuple[Array, ...]:
                 bars = _bars(p, *arguments)
             return tape.gradient(bars, arguments, cotangents)
 
-        x, delta, eps, lower, upper, eta, status, g, h = (host.memory(a) for a in arguments)
-        bars = host.vjp(x, delta, eps, lower, upper, p, eta, status, g, h)
-        eps_bar = bars[2].sum(axis=0, keepdims=True) if len(eps) == 1 else bars[2]
+        *arrays, eta, status, g, h = (host.memory(a) for a in arguments)
+        problem = Problem.of(arrays, p)
+        bars = host.vjp(problem, eta, status, g, h)
+        eps_bar = bars[2].sum(axis=0, keepdims=True) if len(problem.eps) == 1 else bars[2]
         return _typed((*bars[:2], eps_bar, *bars[3:]), arguments[0]), pull
 
     return tuple(tf.custom_gradient(function)(*arguments))
 
 
-def solve(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, mode: str, write: bool
-) -> tuple[Array, Array, Array]:
+def solve(problem: Problem, mode: str, write: bool) -> tuple[Array, Array, Array]:
     """v (None unless `write`), eta and status."""
-    problem = x, delta, eps, lower, upper
-    if _on_host(x):
-        given = host.memory(x), host.memory(delta), host.memory(eps), host.memory(lower), host.memory(upper)
-        found = host.solve(*given, p, mode, write, dtype=dtype_name(x))
+    if _on_host(problem.x):
+        found = host.solve(problem.mapped(host.memory), mode, write, dtype=dtype_name(problem.x), certify=True)
         *values, status = (tf.convert_to_tensor(a) for a in found[0 if write else 1 :])
     else:
-        *values, status = _compiled(_solved, p, mode, write)(*(tf.stop_gradient(a) for a in problem))
-    *v, eta = _attached(p, tuple(values), status, *problem)
+        *values, status = _compiled(_solved, problem.p, mode, write)(*map(tf.stop_gradient, problem.arrays()))
+    *v, eta = _attached(problem, tuple(values), status)
     return v[0] if write else None, eta, status
 
 
-def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float) -> Array:
+def reach(problem: Problem) -> Array:
+    """The largest norm of every row."""
+    x = problem.x
     if _on_host(x):
-        found = host.reach(host.memory(x), host.memory(delta), host.memory(lower), host.memory(upper), p, dtype_name(x))
-        return tf.convert_to_tensor(found)
-    return _compiled(_reach, p)(*(tf.stop_gradient(a) for a in (x, delta, lower, upper)))[0]
+        return tf.convert_to_tensor(host.reach(problem.mapped(host.memory), dtype_name(x)))
+    arrays = x, problem.delta, problem.lower, problem.upper
+    return _compiled(_reach, problem.p)(*map(tf.stop_gradient, arrays))[0]
 
 
-def summary(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, v: Array
-) -> tuple[Array, Array, Array]:
+def summary(problem: Problem, v: Array) -> tuple[Array, Array, Array]:
     """Of v: norm, naive norm and share of elements at their bounds."""
-    if _on_host(x):
-        given = host.memory(x), host.memory(delta), host.memory(eps), host.memory(lower), host.memory(upper)
-        norm, naive, clipped = (tf.convert_to_tensor(a) for a in host.summary(*given, p, host.memory(v)))
+    if _on_host(problem.x):
+        found = host.summary(problem.mapped(host.memory), host.memory(v))
+        norm, naive, clipped = (tf.convert_to_tensor(a) for a in found)
         return norm, naive, clipped
-    norm, naive, clipped = _compiled(_summary, p)(x, delta, eps, lower, upper, v)
-    return norm, naive, clipped / widen(tf.shape(x)[1])
+    norm, naive, clipped = _compiled(_summary, problem.p)(*problem.arrays(), v)
+    return norm, naive, clipped / widen(tf.shape(problem.x)[1])
 
 
-def vjp(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, eta: Array, status: Array, g: Array
-) -> tuple[Array, ...]:
+def vjp(problem: Problem, eta: Array, status: Array, g: Array) -> tuple[Array, ...]:
     """Gradients of x, delta, eps, lower and upper; those of the bounds summed to their rows form."""
-    per_row = tf.broadcast_to(eps, tf.shape(eta))
-    return _pulled(p, x, delta, per_row, lower, upper, eta, status, g, tf.zeros_like(eta))
+    per_row = problem._replace(eps=tf.broadcast_to(problem.eps, tf.shape(eta)))
+    return _pulled(problem.p, *per_row.arrays(), eta, status, g, tf.zeros_like(eta))
 
 
 def _changed(condition: Array, change: Callable[..., Any], *state: Any) -> tuple[Any, ...]:

@@ -3,21 +3,23 @@ plain tensor operations elsewhere.
 
 Eagerly, an ``autograd.Function`` whose backward runs on blocks of rows and saves nothing but the inputs and a number
 or two per row. Dynamo does not take a Function with forward mode, so under ``torch.compile`` the solve is one opaque
-operator without derivatives, and ``_math.implicit`` puts them back in operations that every transform can follow.
+operator without derivatives, and ``_derivatives.implicit`` puts them back in operations that every transform can
+follow.
 """
 
 from __future__ import annotations
 
 import sys
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from clipaware import _check, _math
+from clipaware import _check, _derivatives, _fast, _traced
 from clipaware._backends import numpy as host
-from clipaware._math import DOUBLE, SINGLE, Block, Numerics, Rows
+from clipaware._problem import DOUBLE, SINGLE, ZERO, Block, Numerics, Problem, bound_ahead
+from clipaware._traced import Rows
 
 Array = Any
 
@@ -67,7 +69,7 @@ def row_dot(u: Array, v: Array) -> Array:
     return row_sum(u * v)
 
 
-def row_sums(t: Array, breakpoints: Array, dp: Array, wp: Array, buffers: None) -> Array:
+def row_sums(t: Array, breakpoints: Array, dp: Array, wp: Array) -> Array:
     """(rows, 2): the sum of dp over t < breakpoints, and of wp over the rest."""
     clipped = t >= breakpoints
     return torch.cat((row_sum(torch.where(clipped, 0.0, dp)), row_sum(torch.where(clipped, wp, 0.0))), dim=1)
@@ -234,10 +236,15 @@ def _tensor(a: Any, dtype: torch.dtype, like: Array) -> Array:
     return torch.full((1, 1), a, dtype=dtype, device=like.device) if isinstance(a, float) else a
 
 
-def _as_tensors(problem: Any) -> list[Array]:
-    """x, delta, eps, the bounds and what follows them, without numbers."""
-    x, delta, eps, lower, upper, *rest = problem
-    return [x, delta, _tensor(eps, torch.float64, x), *(_tensor(a, x.dtype, x) for a in (lower, upper)), *rest]
+def _as_tensors(problem: Problem) -> Problem:
+    """The problem without numbers."""
+    x, eps = problem.x, _tensor(problem.eps, torch.float64, problem.x)
+    lower, upper = _tensor(problem.lower, x.dtype, x), _tensor(problem.upper, x.dtype, x)
+    return Problem(x, problem.delta, eps, lower, upper, problem.p, problem.weights)
+
+
+def _detached(a: Array) -> Array:
+    return a.detach()
 
 
 def as_eps(eps: Any, like: Array) -> Array:
@@ -304,56 +311,57 @@ def _on_host(a: Array) -> Any:
     return (a.float() if a.dtype == torch.bfloat16 else a).numpy()
 
 
-def _groups(*problem: Any, checked: bool = True) -> Any:
-    x = problem[0]
+def _groups(problem: Problem, checked: bool = True) -> Any:
+    x = problem.x
     on_cpu = x.device.type == "cpu"
     size = GROUP if on_cpu else BATCH
-    return _math.groups(_this, problem, _numerics(x), size, size, checked=checked and on_cpu) if x.numel() else ()
+    return _traced.groups(_this, problem, _numerics(x), size, size, checked=checked and on_cpu) if x.numel() else ()
 
 
 def _solved(
-    x: Array,
-    delta: Array,
-    eps: Array,
-    lower: Array,
-    upper: Array,
-    p: float,
-    mode: str,
-    write: bool,
-    checked: bool = True,
+    problem: Problem, mode: str, write: bool, checked: bool = True, certify: bool = True
 ) -> tuple[Array, Array, Array]:
     """v (empty unless `write`), eta and status, of tensors whose values are at hand."""
+    x = problem.x
     kernels = _kernels_of(x)
     if kernels is not None:
-        return kernels.solve(x, delta, eps, lower, upper, p, mode, write)  # type: ignore[no-any-return]
+        return kernels.solve(problem, mode, write)  # type: ignore[no-any-return]
     if _numpy_can(x):
-        on = _on_host
-        problem = on(x), on(delta), on(eps), on(lower), on(upper)
-        v, eta, status = host.solve(*problem, p, mode, write, checked, dtype_name(x))
+        v, eta, status = host.solve(problem.mapped(_on_host), mode, write, checked, dtype_name(x), certify)
         out = torch.from_numpy(v).to(x.dtype) if write else x.new_empty(0)
         return out, torch.from_numpy(eta), torch.from_numpy(status)
-    x, delta, eps, lower, upper = (a.detach() for a in (x, delta, eps, lower, upper))
+    problem = problem.mapped(_detached)
+    x, numerics = problem.x, _numerics(x)
     rows, n = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if write else x.new_empty(0)
     eta = torch.zeros((rows, 1), dtype=_wide(x), device=x.device)
-    status = torch.full((rows, 1), _math.ZERO, device=x.device)
-    half = x.dtype.itemsize == 2
-    for part, group, blank in _groups(x, delta, eps, lower, upper, p, checked=checked):
-        found = _math.solve(group, n, mode, write)
-
-        def store(tile: Any, block: Block, direction: Array, k: Array, part: slice = part) -> Array:
-            v = torch.clamp(direction * k + block.x, block.lower, block.upper)
-            out[part][tile[:2]] = v
-            return v.to(x.dtype).to(v.dtype) if half else v
-
+    status = torch.full((rows, 1), ZERO, device=x.device)
+    on_cpu = x.device.type == "cpu"
+    height = max(1, (GROUP if on_cpu else BATCH) // max(n, 1))
+    for start in range(0, rows if n else 0, height):
+        part = slice(start, start + height)
+        some = problem.mapped(partial(_rows_of, rows=part, count=rows))
+        block = _block(some)
+        group = _fast.Rows(_this, block, some.eps, some.p, numerics, x, 8 * x.dtype.itemsize)
+        v, eta[part], status[part] = _fast.solve(group, mode, write, certify)
         if write:
-            (found,) = _math.write(group, found, mode, store, half)
-        eta[part], status[part] = found.K / found.m, found.status
-        if blank is not None:
-            eta[part] = torch.where(blank, torch.nan, eta[part])
-            if write:
-                out[part] = torch.where(blank, torch.nan, out[part])
+            out[part] = v
+    flagged = torch.nonzero(status[:, 0] < 0)[:, 0]
+    for some_rows in torch.split(flagged, height):
+        some = problem.mapped(partial(_rows_of, rows=some_rows, count=rows)).mapped(lambda a: _on_host(a.cpu()))
+        if checked and on_cpu and not host.values_are_fine(some):
+            explain(x, problem.delta, problem.lower, problem.upper)
+            checked = False  # all rows have been looked at
+        found = host.solve_flagged(some, mode, write, dtype_name(x))
+        for into, part_found in zip((out, eta, status), found, strict=True):
+            if part_found is not None:
+                into[some_rows] = torch.from_numpy(part_found).to(x.device, into.dtype)
     return out, eta, status
+
+
+def _rows_of(a: Array, rows: Any, count: int) -> Array:
+    """Some of so many rows, of something that has one per row or one for all."""
+    return a if a.shape[0] == 1 < count else a[rows]
 
 
 @torch.library.custom_op("clipaware::solve", mutates_args=())
@@ -367,7 +375,7 @@ def _solve_op(
     mode: str,
     write: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _solved(x, delta, eps, lower, upper, p, mode, write, checked=False)
+    return _solved(Problem(x, delta, eps, lower, upper, p), mode, write, checked=False)
 
 
 @_solve_op.register_vmap
@@ -388,7 +396,8 @@ class _Perturb(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
-        return _solved(*arguments)
+        *problem, mode, write = arguments
+        return _solved(Problem(*problem), mode, write)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -403,17 +412,18 @@ class _Perturb(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Any, h: Any, _: Any) -> Any:
-        saved = _saved(ctx)
-        bars = _backward(saved, ctx.p, g if ctx.write else None, h, ctx.needs_input_grad)
-        given = (None if bar is None else bar.to(a.dtype) for bar, a in zip(bars, saved, strict=False))
+        problem, eta, status = _saved(ctx)
+        bars = _backward(problem, eta, status, g if ctx.write else None, h, ctx.needs_input_grad)
+        given = (None if bar is None else bar.to(a.dtype) for bar, a in zip(bars, problem.arrays(), strict=True))
         return *given, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        x, delta, eps, lower, upper, eta, status = _as_tensors(_saved(ctx))
-        numerics = _numerics(x)
-        block = _block(x, delta, lower, upper, numerics)
-        part = _math.partials(_this, block, eps, eta, status, ctx.p, numerics)
+        problem, eta, status = _saved(ctx)
+        problem = _as_tensors(problem)
+        x, eps, numerics = problem.x, problem.eps, _numerics(problem.x)
+        block = _block(problem)
+        part = _derivatives.partials(_this, block, eps, eta, status, problem.p, numerics)
 
         def tangent(dot: Any, like: Array) -> Array:
             return torch.zeros_like(like) if dot is None else dot.to(like.dtype)
@@ -421,8 +431,8 @@ class _Perturb(torch.autograd.Function):
         x_dot, delta_dot, low_dot, high_dot = (
             tangent(dot, like) for dot, like in zip((*tangents[:2], *tangents[3:5]), block, strict=True)
         )
-        c_dot = _math.bound_ahead(_this, block.delta, low_dot, high_dot)
-        v_dot, eta_dot = _math.jvp(_this, part, x_dot, delta_dot, c_dot, tangent(tangents[2], eps), numerics)
+        c_dot = bound_ahead(_this, block.delta, low_dot, high_dot)
+        v_dot, eta_dot = _derivatives.jvp(_this, part, x_dot, delta_dot, c_dot, tangent(tangents[2], eps), numerics)
         return (v_dot.to(x.dtype) if ctx.write else None), eta_dot, None
 
     @staticmethod
@@ -430,10 +440,11 @@ class _Perturb(torch.autograd.Function):
         return _vmapped(_Perturb.apply, info, in_dims, arguments)
 
 
-def _saved(ctx: Any) -> list[Any]:
+def _saved(ctx: Any) -> tuple[Problem, Array, Array]:
     """The problem, eta and status; numbers are not saved as tensors are."""
-    *problem, eta, status = ctx.saved_tensors
-    return [number if a is None else a for a, number in zip(problem, ctx.numbers, strict=True)] + [eta, status]
+    *tensors, eta, status = ctx.saved_tensors
+    arrays = [number if a is None else a for a, number in zip(tensors, ctx.numbers, strict=True)]
+    return Problem.of(arrays, ctx.p), eta, status
 
 
 class _Eagerly(torch.autograd.Function):
@@ -441,7 +452,7 @@ class _Eagerly(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        output = _solved(*arguments)
+        output = _Perturb.forward(*arguments)
         _Perturb.setup_context(ctx, arguments, output)
         return output
 
@@ -465,50 +476,52 @@ def _vmapped(function: Any, info: Any, in_dims: Any, arguments: Any) -> Any:
     return (v, eta.reshape(size, rows, 1), status.reshape(size, rows, 1)), (0, 0, 0)
 
 
-def _block(x: Array, delta: Array, lower: Array, upper: Array, numerics: Numerics) -> Block:
-    return Block(*(a.to(_working(numerics)) for a in (x, delta, lower, upper)))
+def _block(problem: Problem) -> Block:
+    """All of the problem, in the working dtype."""
+    dtype = _working(_numerics(problem.x))
+    return Block(*(a.to(dtype) for a in (problem.x, problem.delta, problem.lower, problem.upper)))
 
 
-def _backward(saved: Any, p: float, g: Any, h: Any, needs: Any) -> list[Any]:
+def _backward(problem: Problem, eta: Array, status: Array, g: Any, h: Any, needs: Any) -> list[Any]:
     """Gradients of x, delta, eps, lower and upper as far as they are needed, each of its argument's shape.
 
     Those of eps and the bounds are not rounded to half precision: there may be more to add up.
     """
-    x = saved[0]
+    x = problem.x
     if (
         torch.is_grad_enabled()
         or _is_traced(x)
         or (g is not None and _is_traced(g))
         or (h is not None and _is_traced(h))
     ):
-        return _bars(_as_tensors(saved), p, g, h, needs)
+        return _bars(_as_tensors(problem), eta, status, g, h, needs)
     if _numpy_can(x):
-        given = [_on_host(a) for a in saved]
-        up = np.zeros((1, 1), given[0].dtype) if g is None else _on_host(g)
+        there = problem.mapped(_on_host)
+        up = np.zeros((1, 1), there.x.dtype) if g is None else _on_host(g)
         down = None if h is None else _on_host(h)
-        found = host.vjp(*given[:5], p, *given[5:], up, down, needs)  # type: ignore[call-arg]
+        found = host.vjp(there, _on_host(eta), _on_host(status), up, down, needs)
         return [
             torch.from_numpy(bar).sum_to_size(a.shape) if need else None
-            for bar, a, need in zip(found, saved[:5], needs[:5], strict=True)
+            for bar, a, need in zip(found, problem.arrays(), needs[:5], strict=True)
         ]
     kernels = _kernels_of(x)
     if kernels is not None:
-        x, delta, eps, lower, upper, eta, status = saved
         up = torch.zeros((1, 1), dtype=x.dtype, device=x.device) if g is None else g
         wanted = needs[0], needs[1], needs[3] or needs[4]
-        x_bar, delta_bar, eps_bar, c_bar = kernels.vjp(x, delta, eps, lower, upper, p, eta, status, up, h, wanted)
+        x_bar, delta_bar, eps_bar, c_bar = kernels.vjp(problem, eta, status, up, h, wanted)
         of_bounds: list[Any] = [None, None]
         if wanted[2]:
             lost = torch.isnan(eta)
-            of_bounds = [torch.where(ahead | lost, c_bar, 0.0) for ahead in (delta < 0, delta > 0)]
+            of_bounds = [torch.where(ahead | lost, c_bar, 0.0) for ahead in (problem.delta < 0, problem.delta > 0)]
         found = x_bar, delta_bar, eps_bar, *of_bounds
         return [
-            bar.sum_to_size(a.shape) if need else None for bar, a, need in zip(found, saved[:5], needs[:5], strict=True)
+            bar.sum_to_size(a.shape) if need else None
+            for bar, a, need in zip(found, problem.arrays(), needs[:5], strict=True)
         ]
     kinds = x.dtype, x.dtype, *(_wide(x),) * 3
     bars: list[Any] = [
         torch.zeros_like(a, dtype=kind) if need else None
-        for a, kind, need in zip(saved[:5], kinds, needs[:5], strict=True)
+        for a, kind, need in zip(problem.arrays(), kinds, needs[:5], strict=True)
     ]
     height = max(1, (GROUP if x.device.type == "cpu" else BATCH) // max(x.shape[1], 1))
     for start in range(0, x.shape[0] if x.shape[1] else 0, height):
@@ -517,43 +530,40 @@ def _backward(saved: Any, p: float, g: Any, h: Any, needs: Any) -> list[Any]:
         def take(a: Any, part: slice = part) -> Any:
             return a if a is None or a.shape[0] == 1 < x.shape[0] else a[part]
 
-        some = _bars([take(a) for a in saved], p, take(g), take(h), needs)
+        some = _bars(problem.mapped(take), take(eta), take(status), take(g), take(h), needs)
         for bar, more in zip(bars, some, strict=True):
             if bar is not None:
                 take(bar).add_(more)
     return bars
 
 
-def _bars(saved: Any, p: float, g: Any, h: Any, needs: Any) -> list[Any]:
+def _bars(problem: Problem, eta: Array, status: Array, g: Any, h: Any, needs: Any) -> list[Any]:
     """Those gradients for all rows at once; differentiable again."""
-    x, delta, eps, lower, upper, eta, status = saved
-    numerics = _numerics(x)
-    block = _block(x, delta, lower, upper, numerics)
-    part = _math.partials(_this, block, eps, eta, status, p, numerics)
+    delta, numerics, block = problem.delta, _numerics(problem.x), _block(problem)
+    part = _derivatives.partials(_this, block, problem.eps, eta, status, problem.p, numerics)
     g = torch.zeros_like(block.x) if g is None else g.to(block.x.dtype)
     h = torch.zeros_like(eta) if h is None else h
-    x_bar, delta_bar, c_bar, eps_bar = _math.vjp(_this, part, g, h, numerics)
+    x_bar, delta_bar, c_bar, eps_bar = _derivatives.vjp(_this, part, g, h, numerics)
     lost = torch.isnan(eta)
     found = (x_bar, delta_bar, eps_bar, torch.where(delta < 0, c_bar, 0.0), torch.where(delta > 0, c_bar, 0.0))
     return [
         torch.where(lost, torch.nan, bar).sum_to_size(a.shape) if need else None
-        for bar, a, need in zip(found, saved[:5], needs[:5], strict=True)
+        for bar, a, need in zip(found, problem.arrays(), needs[:5], strict=True)
     ]
 
 
-def solve(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, mode: str, write: bool
-) -> tuple[Array, Array, Array]:
+def solve(problem: Problem, mode: str, write: bool) -> tuple[Array, Array, Array]:
     """v (None unless `write`), eta and status."""
-    problem = x, delta, eps, lower, upper
+    x, delta, eps, p = problem.x, problem.delta, problem.eps, problem.p
     if not torch.compiler.is_compiling():
-        function = _solved
-        if _is_differentiated(problem):
-            function = _Perturb.apply if _is_transformed() else _Eagerly.apply
-        v, eta, status = function(*problem, p, mode, write)
+        if _is_differentiated(problem.arrays()):
+            function: Any = _Perturb.apply if _is_transformed() else _Eagerly.apply
+            v, eta, status = function(*problem.arrays(), p, mode, write)
+        else:
+            v, eta, status = _solved(problem, mode, write, certify=not write)
         return v if write else None, eta, status
-    v, eta, status = _solve_op(*(a.detach() for a in problem), p, mode, write)
-    around, eta = _math.implicit(_this, _block(x, delta, lower, upper, _numerics(x)), eps, eta, status, p, _numerics(x))
+    v, eta, status = _solve_op(*(a.detach() for a in problem.arrays()), p, mode, write)
+    around, eta = _derivatives.implicit(_this, _block(problem), eps, eta, status, p, _numerics(x))
     # Rows that make no sense have no derivatives either: NaN times everything there, nothing elsewhere.
     poison = torch.where(torch.isnan(eta), torch.nan, 0.0).to(x.dtype)
     around = around.to(x.dtype) + poison * (x + delta + eps.to(x.dtype))
@@ -561,55 +571,54 @@ def solve(
     return v + (around - around.detach()) if write else None, eta, status
 
 
-def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float) -> Array:
-    traced = _is_transformed() and any(_is_traced(a) for a in (x, delta, lower, upper))
-    kernels = None if traced else _kernels_of(x)
+def reach(problem: Problem) -> Array:
+    """The largest norm of every row."""
+    arrays = problem.x, problem.delta, problem.lower, problem.upper
+    traced = _is_transformed() and any(_is_traced(a) for a in arrays)
+    kernels = None if traced else _kernels_of(problem.x)
     if kernels is not None:
-        return kernels.reach(x, delta, lower, upper, p)
-    x, delta, lower, upper = (a.detach() for a in (x, delta, lower, upper))
+        return kernels.reach(problem)
+    x, delta, lower, upper = (a.detach() for a in arrays)
     eps = torch.ones((1, 1), dtype=_wide(x), device=x.device)
+    problem = Problem(x, delta, eps, lower, upper, problem.p, problem.weights)
     if traced:
-        block = _block(x, delta, lower, upper, _numerics(x))
+        block = _block(problem)
         block = Block(torch.clamp(block.x, block.lower, block.upper), block.delta, block.lower, block.upper)
         everything = (slice(None), slice(None), 0)
-        rows = Rows(_this, lambda _: block, [everything], True, eps, p, eps, _numerics(x))
-        return torch.where(senseless(block, x) > 0, torch.nan, _math.reach(rows))
+        rows = Rows(_this, lambda _: block, [everything], True, eps, problem.p, eps, _numerics(x))
+        return torch.where(senseless(block, x) > 0, torch.nan, _traced.reach(rows))
     if _numpy_can(x):
-        problem = _on_host(x), _on_host(delta), _on_host(lower), _on_host(upper)
-        return torch.from_numpy(host.reach(*problem, p, dtype_name(x)))
+        return torch.from_numpy(host.reach(problem.mapped(_on_host), dtype_name(x)))
     found = torch.zeros((x.shape[0], 1), dtype=_wide(x), device=x.device)
-    for part, group, blank in _groups(x, delta, eps, lower, upper, p):
-        found[part] = _math.reach(group)
+    for part, group, blank in _groups(problem):
+        found[part] = _traced.reach(group)
         if blank is not None:
             found[part] = torch.where(blank, torch.nan, found[part])
     return found
 
 
-def summary(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, v: Array
-) -> tuple[Array, Array, Array]:
+def summary(problem: Problem, v: Array) -> tuple[Array, Array, Array]:
     """Of v: norm, naive norm and share of elements at their bounds."""
-    if _numpy_can(x):
-        on = _on_host
-        norm, naive, clipped = host.summary(on(x), on(delta), on(eps), on(lower), on(upper), p, on(v))
+    if _numpy_can(problem.x):
+        norm, naive, clipped = host.summary(problem.mapped(_on_host), _on_host(v))
         return torch.from_numpy(norm), torch.from_numpy(naive), torch.from_numpy(clipped)
-    x, delta, eps, lower, upper, v = (a.detach() for a in _as_tensors((x, delta, eps, lower, upper, v)))
+    problem, v = _as_tensors(problem).mapped(_detached), v.detach()
+    x = problem.x
     rows, n = x.shape
     found = torch.zeros((3, rows, 1), dtype=_wide(x), device=x.device)
-    for part, group, _ in _groups(x, delta, eps, lower, upper, p):
-        found[:, part] = torch.stack(_math.summary(group, v[part], n))
+    for part, group, _ in _groups(problem):
+        found[:, part] = torch.stack(_traced.summary(group, v[part], n))
     return found[0], found[1], found[2]
 
 
-def vjp(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, eta: Array, status: Array, g: Array
-) -> tuple[Array, ...]:
+def vjp(problem: Problem, eta: Array, status: Array, g: Array) -> tuple[Array, ...]:
     """Gradients of x, delta, eps, lower and upper; those of the bounds summed to their rows form."""
-    x, delta, eps, lower, upper = _as_tensors((x, delta, eps, lower, upper))
-    per_row = eps.detach().expand(x.shape[0], 1)
-    saved = [x.detach(), delta.detach(), per_row, lower.detach(), upper.detach(), eta.detach(), status]
+    given = _as_tensors(problem).mapped(_detached)
+    x = given.x
+    per_row = given.eps.expand(x.shape[0], 1)
+    given = Problem(x, given.delta, per_row, given.lower, given.upper, given.p, given.weights)
     with torch.no_grad():
-        x_bar, delta_bar, *others = _backward(saved, p, g.detach(), None, (True,) * 5)
+        x_bar, delta_bar, *others = _backward(given, eta.detach(), status, g.detach(), None, (True,) * 5)
     return x_bar.to(x.dtype), delta_bar.to(x.dtype), *others
 
 

@@ -2,14 +2,16 @@
 
 ``delta`` is in steps, ``room`` is how many steps each element has ahead of it, and ``unit`` is the length of a step. At
 the scale ``eta`` an element makes ``m = min(floor(eta*|delta| + 1/2), room)`` of them. The code is made of the parts of
-``compiled.py``.
+``loops.py``.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from clipaware._kernels.compiled import LANE, at, cut, entry, pick, plus, raised, step
+from clipaware._kernels.loops import at, cut, entry, pick, plus, raised, step
+
+LANE = 4096  # elements that are counted at a time
 
 
 @step

@@ -1,37 +1,28 @@
-"""Numba on the CPU: how ``compiled.py`` and ``grid.py`` are launched, over threads where that pays."""
+"""Numba on the CPU: how the compiled kernels are launched, over threads where that pays."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from clipaware._kernels import threads
-from clipaware._kernels.compiled import (
-    ANY_ORDER,
-    DONE,
-    LANE,
-    MAXIMA,
-    MODES,
-    ORDERS,
-    REACHED,
-    RULES,
-    SAMPLE,
-    SOLVED,
-    STATE,
-    advance_row,
-    begin_row,
-    look_at_rows,
-    measure_rows,
-    move_rows,
-    pull_rows,
-    sample_row,
-    solve_rows,
-    sweep_part,
-    tally_rows,
+from clipaware._kernels.backward import pull_rows
+from clipaware._kernels.fast import MODES, LongRow, Rules, solve_row, solve_rows
+from clipaware._kernels.formats import (
+    BFLOAT16,
+    DOUBLE_FORMAT,
+    FLOAT16,
+    GIVE,
+    OWN,
+    SINGLE_FORMAT,
+    TAKE,
+    conversion_for,
 )
 from clipaware._kernels.grid import (
     count_by_table,
@@ -43,19 +34,21 @@ from clipaware._kernels.grid import (
     sum_sizes,
     write_steps,
 )
-from clipaware._math import DOUBLE, SINGLE
+from clipaware._kernels.loops import ANY_ORDER, FRAME, ORDERS
+from clipaware._kernels.parts import look_at_rows, measure_rows, move_rows, tally_rows
+from clipaware._kernels.sweeps import LOOK, SAMPLE, sweep_for
+from clipaware._problem import Problem
 
 Array = Any
 
-LOOSE = 2.0**-12  # where Newton may stop if the array is measured as it is written
 GROUP = 2**20  # elements converted at a time, of arrays that compiled code does not take as they are
-GRIDS = {np.dtype(np.float64): 0, np.dtype(np.float32): 0, np.dtype(np.float16): 1}
-BFLOAT16 = 2
+FORMATS = {np.dtype(np.float64): DOUBLE_FORMAT, np.dtype(np.float32): SINGLE_FORMAT, np.dtype(np.float16): FLOAT16}
 LONG = 2**18  # rows from this length on are swept by several threads
 LARGE = 2**17  # elements that are worth a thread; batches of twice as many are split
 TABLE = 2**16  # powers that a table of them may have
 PIECE = 2**19  # elements that a thread takes at a time, unless there are fewer; between two, Ctrl-C is heard
 HUGE = 2**22  # rows from this length on are swept in parts by one thread, too
+BYTES = np.dtype(np.uint8)
 
 
 def launch(kernel: Any, *arguments: Any) -> Any:
@@ -66,18 +59,8 @@ def launch(kernel: Any, *arguments: Any) -> Any:
         return kernel(*arguments)
 
 
-@lru_cache(maxsize=256)
-def rules_for(n: int, p: float, task: int, mode: str, write: bool, grid: int, single: bool, final: bool) -> Array:
-    numerics = SINGLE if single else DOUBLE
-    # A short step may be followed by a long one, beyond a kink: not where eta decides whether delta is left alone, and
-    # not of halves, whose norm does not tell.
-    loosely = single and write and mode == "equal" and not grid
-    settled = LOOSE * min(1.0, 4 / p) if loosely else numerics.settled
-    limits = numerics.ulp, numerics.tiny, settled, numerics.settled, numerics.close, numerics.least
-    return np.array([(n, task, MODES[mode], write, grid, single, final, p, *limits)], RULES)
-
-
 def launch_rows(kernel: Any, arrays: tuple[Any, ...], piece: tuple[int, int]) -> None:
+    """Launch a kernel on one block of rows, from the first to before the last number of `piece`."""
     launch(kernel, *arrays, *piece)
 
 
@@ -88,7 +71,7 @@ def split(rows: int, n: int) -> list[tuple[int, int]]:
     return [(rows * k // pieces, rows * (k + 1) // pieces) for k in range(pieces)]
 
 
-def is_easy(a: Array, dtype: Any) -> bool:
+def takes_as_is(a: Array, dtype: Any) -> bool:
     """Whether compiled code takes this array as it is: in C order, writable, aligned, of that dtype.
 
     What is read only is another type to Numba, and would be compiled for once more.
@@ -96,17 +79,16 @@ def is_easy(a: Array, dtype: Any) -> bool:
     return bool(a.flags.carray and a.dtype == dtype)
 
 
-def easy(a: Array, dtype: Any) -> Array:
-    return a if is_easy(a, dtype) else np.array(a, dtype, order="C")
+def taken(a: Array, dtype: Any) -> Array:
+    """The array, or a copy that compiled code takes."""
+    return a if takes_as_is(a, dtype) else np.array(a, dtype, order="C")
 
 
-def easy_bounds(lower: Array, upper: Array, n: int, dtype: Any) -> tuple[Array, Array]:
+def taken_bounds(lower: Array, upper: Array, n: int, dtype: Any) -> tuple[Array, Array]:
     """Both one number per row, or both one per element."""
-    if lower.size == upper.size == 1:
-        return easy(lower[0], dtype), easy(upper[0], dtype)
     if lower.shape[1] == upper.shape[1] == 1:
-        return easy(lower[:, 0], dtype), easy(upper[:, 0], dtype)
-    return easy(np.broadcast_to(lower, (len(lower), n)), dtype), easy(np.broadcast_to(upper, (len(upper), n)), dtype)
+        return taken(lower, dtype), taken(upper, dtype)
+    return taken(np.broadcast_to(lower, (len(lower), n)), dtype), taken(np.broadcast_to(upper, (len(upper), n)), dtype)
 
 
 def groups(rows: int, n: int) -> Iterator[slice]:
@@ -115,118 +97,160 @@ def groups(rows: int, n: int) -> Iterator[slice]:
     return (slice(start, start + height) for start in range(0, rows, height))
 
 
-def some(a: Array, part: slice, rows: int) -> Array:
+def rows_of(a: Array, part: slice, rows: int) -> Array:
     """What belongs to some of the rows, of something that has one per row or one for all."""
     return a if len(a) == 1 < rows else a[part]
 
 
+# --- the fast lane ----------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def rules_for(
+    p: float, mode: str, write: bool, certify: bool, dtype: Any, to: str | None = None, again: bool = False
+) -> Rules:
+    """The rules for arrays of a dtype, of which v is rounded `to` another one if that is named."""
+    in_memory = FORMATS.get(dtype, BFLOAT16)
+    single = in_memory != DOUBLE_FORMAT and not again
+    own = in_memory == (SINGLE_FORMAT if single else DOUBLE_FORMAT)
+    rounded = BFLOAT16 if to == "bfloat16" else OWN if own else in_memory
+    stored = OWN if own and not again else in_memory
+    return Rules(p, MODES[mode], write, certify or mode != "equal", rounded, stored, single, again)
+
+
+@lru_cache(maxsize=256)
+def _as_numbers(rules: Rules) -> Array:
+    return np.array(rules, np.float64)
+
+
 def solve(
-    x: Array,
-    delta: Array,
-    eps: Array,
-    lower: Array,
-    upper: Array,
-    p: float,
-    mode: str = "equal",
-    write: bool = False,
-    final: bool = False,
-    task: int = SOLVED,
-    dtype: str | None = None,
-) -> tuple[Array, Array, Array, Array]:
-    """v (None unless `write`), eta, status and passes. Rows of status BAD are not solved; if `final`, they are LOST.
+    problem: Problem, mode: str, write: bool, certify: bool = True, dtype: str | None = None
+) -> tuple[Array, Array, Array]:
+    """v (None unless `write`), eta and status. It is negative where a row is not ordinary: v and eta mean nothing.
 
-    `dtype` is what v is rounded to, if that is not x's own.
+    Without `certify`, v is right but eta need not be. `dtype` is what v is rounded to, if that is not x's own.
     """
-    rows, n = x.shape
-    working = np.float64 if x.dtype == np.float64 else np.float32
-    grid = BFLOAT16 if dtype == "bfloat16" else GRIDS.get(x.dtype, BFLOAT16)
-    rules = rules_for(n, p, task, mode, write, grid, working is np.float32, final)
-    if is_easy(x, working) and is_easy(delta, working):
-        return _solve_easy(x, delta, easy(eps, np.float64), *easy_bounds(lower, upper, n, working), rules, p, write)
-    out = np.empty((rows, n), x.dtype) if write else None
-    eta, status, passes = np.empty((rows, 1)), np.empty((rows, 1), np.int64), np.empty(rows, np.int64)
-    for part in groups(rows, n):
-        low, high = (some(bound, part, rows) for bound in (lower, upper))
-        problem = easy(x[part], working), easy(delta[part], working), easy(some(eps, part, rows), np.float64)
-        found = _solve_easy(*problem, *easy_bounds(low, high, n, working), rules, p, write)
-        v, eta[part], status[part], passes[part] = found
-        if out is not None:
-            with np.errstate(over="ignore", invalid="ignore"):  # of what happens to be in rows that were not solved
-                out[part] = v
-    return out, eta, status, passes
-
-
-def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float, final: bool = False) -> tuple[Array, Array]:
-    """The reach and the status, as above."""
-    return solve(x, delta, np.ones((1, 1)), lower, upper, p, final=final, task=REACHED)[1:3]
-
-
-def _solve_easy(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, rules: Array, p: float, write: bool
-) -> tuple[Array, Array, Array, Array]:
-    rows, n = x.shape
-    out = np.empty((rows, n), x.dtype) if write else x
-    eta, info = np.empty((rows, 1)), np.empty((2, rows), np.int64)
-    arrays = x, delta, lower, upper, eps, out, eta, info, rules, ORDERS.get(p, ANY_ORDER)
-    if rows * n < LARGE:
-        launch(solve_rows, *arrays, 0, rows)
-    elif n >= HUGE or (n >= LONG and rows < 2 * threads.count() > 2):
-        _solve_long(*arrays)
+    x = problem.x
+    rules = rules_for(problem.p, mode, write, certify, x.dtype, dtype)
+    found = np.empty(x.shape, x.dtype) if write else None, np.empty((len(x), 1)), np.empty((len(x), 1), np.int64)
+    if takes_as_is(x, x.dtype) and takes_as_is(problem.delta, x.dtype):
+        _solve(problem, found, rules)
     else:
-        threads.run(partial(launch_rows, solve_rows, arrays), split(rows, n))
-    return out if write else None, eta, info[0].reshape(rows, 1), info[1]
+        _solve_in_groups(problem, found, rules)
+    return found
 
 
-def _solve_long(
-    x: Array,
-    delta: Array,
-    lower: Array,
-    upper: Array,
-    eps: Array,
-    out: Array,
-    eta: Array,
-    info: Array,
-    rules: Array,
-    order: Any,
-) -> None:
+def solve_again(problem: Problem, mode: str, found: tuple[Array, Array, Array], dtype: str | None = None) -> None:
+    """Solve the rows that are flagged in `found`, in place: in float64, where powers neither overflow nor vanish.
+
+    An x outside its bounds is taken to be on them.
+    """
+    rules = rules_for(problem.p, mode, found[0] is not None, True, problem.x.dtype, dtype, True)
+    _solve_in_groups(problem, found, rules)
+
+
+def _solve_in_groups(problem: Problem, found: tuple[Array, Array, Array], rules: Rules) -> None:
+    """Some rows at a time, since arrays may have to be copied for compiled code."""
+    x, rows = problem.x, len(problem.x)
+    v, eta, status = found
+    for part in groups(rows, x.shape[1]):
+        if rules.again and (status[part] >= 0).all():
+            continue
+        some = problem.mapped(partial(rows_of, part=part, rows=rows))
+        some = some._replace(x=taken(some.x, x.dtype), delta=taken(some.delta, x.dtype))
+        _solve(some, (None if v is None else v[part], eta[part], status[part]), rules)
+
+
+def _solve(problem: Problem, found: tuple[Array, Array, Array], rules: Rules) -> None:
+    """Solve a problem whose x and delta compiled code takes as they are, over as many threads as pay."""
+    x, delta, eps, lower, upper = problem.arrays()
+    (rows, n), working = x.shape, np.dtype(np.float32 if rules.single else np.float64)
+    bounds = taken_bounds(lower, upper, n, working)
+    v, eta, status = found
+    arrays = x, delta, *bounds, taken(eps, np.float64), x if v is None else v, eta, status
+    sweep = sweep_for(working, rules.p, bounds[0].shape[1] > 1, rules.rounded if rules.write else OWN)
+    conversion = None if rules.stored == OWN else conversion_for(working)
+    if n >= HUGE or (n >= LONG and rows < 2 * threads.count() > 2):
+        _solve_long(sweep, conversion, arrays, rules)
+        return
+    given = sweep.address, 0 if conversion is None else conversion.address, *_as_bytes(arrays), _as_numbers(rules)
+    if rows * n < LARGE:
+        launch(solve_rows, *given, 0, rows)
+    else:
+        threads.run(partial(launch_rows, solve_rows, given), split(rows, n))
+
+
+def _as_bytes(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    x, delta, lower, upper, eps, out, eta, status = arrays
+    return x.view(BYTES), delta.view(BYTES), lower.view(BYTES), upper.view(BYTES), eps, out.view(BYTES), eta, status
+
+
+def _solve_long(sweep: Any, conversion: Any, arrays: tuple[Array, ...], rules: Rules) -> None:
     """Few long rows: one after the other, each sweep in parts."""
-    n, states = x.shape[1], np.zeros(2, STATE)
-    pieces = max(4 * threads.count(), n // PIECE)
-    edges = [n * k // pieces // LANE * LANE for k in range(pieces)] + [n]
-    found = np.empty((pieces, 4))
-    for i in range(x.shape[0]):
+    x, delta, lower, upper, eps, out, eta, status = arrays
+    n, copies = x.shape[1], np.empty((0 if conversion is None else 3, x.shape[1]), lower.dtype)
+    with np.errstate(all="ignore"):  # as in compiled code, with NumPy's numbers
+        for i in range(len(x)):
+            if rules.again and status[i, 0] >= 0:
+                continue
+            stored = [a[i] for a in (x, delta, out)]
+            row = [*(stored if conversion is None else copies), *(a[i if len(a) > 1 else 0] for a in (lower, upper))]
+            frames = _frames_of_parts(row, stored, rules)
+            if conversion is not None:
+                _sweep_in_parts(conversion, frames, rules, TAKE, 0.0)
+            swept = LongRow(partial(_sweep_in_parts, sweep, frames, rules), n)
+            found = solve_row(swept, eps[i if len(eps) > 1 else 0, 0], rules)  # type: ignore[no-untyped-call]
+            status[i, 0], eta[i, 0] = found
+            if conversion is not None and rules.write and status[i, 0] >= 0:
+                _sweep_in_parts(conversion, frames, rules, GIVE, 0.0)
 
-        def work(k: int, i: int = i) -> None:
-            ends = edges[k], edges[k + 1]
-            found[k] = launch(sweep_part, x, delta, lower, upper, out, i, *ends, states, rules, order)
 
-        launch(begin_row, states, eps[i if len(eps) > 1 else 0, 0], lower, upper, i, rules)
-        while (want := states["want"][0]) != DONE:
-            if want == SAMPLE:
-                launch(sample_row, x, delta, lower, upper, i, states, rules, order)
-            else:
-                threads.run(work, range(pieces))
-                largest = want in MAXIMA or rules["p"][0] == math.inf
-                u, w = found[:, :2].max(axis=0) if largest else found[:, :2].sum(axis=0)
-                launch(advance_row, states, u, w, *found[:, 2:].max(axis=0), lower, upper, i, rules)
-        eta[i, 0], info[0, i], info[1, i] = (states[name][0] for name in ("eta", "status", "count"))
+def _frames_of_parts(row: list[Array], stored: list[Array], rules: Rules) -> Array:
+    """A frame for each part of a row, and one for all of it. The parts do not depend on the number of threads."""
+    n = row[0].size
+    edges = [*range(0, n, LONG), n]
+    frames = np.zeros(len(edges), FRAME)
+    names = "x", "delta", "out", "lower", "upper", "stored_x", "stored_delta", "stored_out"
+    for frame, (start, stop) in zip(frames, [*pairwise(edges), (0, n)], strict=True):
+        for name, a in zip(names, (*row, *stored), strict=True):
+            frame[name] = a.ctypes.data + (start * a.itemsize if a.size > 1 else 0)
+        frame["n"], frame["p"], frame["stored"] = stop - start, rules.p, rules.stored
+        frame["write"], frame["rounded"] = rules.write, rules.rounded
+    return frames
+
+
+def _sweep_in_parts(sweep: Any, frames: Array, rules: Rules, what: int, K: float) -> tuple[float, float, float]:
+    """What a sweep over a row finds, or a conversion does."""
+    kind = sweep.ctypes.argtypes[2]
+
+    def go_over(k: int) -> None:
+        launch(sweep.ctypes, what, K, ctypes.cast(frames[k:].ctypes.data, kind))
+
+    if what == SAMPLE:
+        go_over(len(frames) - 1)
+        found = frames[-1:]
+    else:
+        threads.run(go_over, range(len(frames) - 1))
+        found = frames[:-1]
+    one, two = (found[name].max() if rules.p == math.inf else found[name].sum() for name in ("one", "two"))
+    return one, two, found["three"].sum() if what == LOOK else found["three"].max()
+
+
+def reach(problem: Problem) -> tuple[Array, Array]:
+    """The reach, and the status: FLAGGED if values are not as they should be, or powers come near the ends of range."""
+    _, found, status = solve(problem._replace(eps=np.ones((1, 1))), "reach", write=False)
+    return found, status
+
+
+# --- the gradients ----------------------------------------------------------------------------------------------------
 
 
 def vjp(
-    x: Array,
-    delta: Array,
-    eps: Array,
-    lower: Array,
-    upper: Array,
-    p: float,
-    eta: Array,
-    status: Array,
-    g: Array,
-    h: Array | None,
-    needs: tuple[bool, bool, bool],
+    problem: Problem, eta: Array, status: Array, g: Array, h: Array | None, needs: tuple[bool, bool, bool]
 ) -> tuple[Array, ...]:
     """Gradients of x, delta and the bound ahead of each element, the sums of that over a row for each bound, and the
     gradient of eps. None for what is not needed; of the bounds one of the two, sums if each is a number per row."""
+    x, delta, eps, lower, upper = problem.arrays()
     rows, n = x.shape
     working = np.float64 if x.dtype == np.float64 else np.float32
     in_sum = lower.shape[1] == upper.shape[1] == 1
@@ -235,33 +259,38 @@ def vjp(
     kinds = x.dtype, x.dtype, working
     bars: list[Array] = [np.empty((rows, n), k) if want else None for k, want in zip(kinds, wanted, strict=True)]
     bound_sums, eps_bar = np.empty((rows if needs[2] and in_sum else 0, 2)), np.empty((rows, 1))
-    rules = rules_for(n, p, SOLVED, "equal", False, 0, working is np.float32, False)
     if g.strides[0] == 0:
         g = g[:1]  # one row for all samples, as of a sum's gradient: the kernel takes it as such
     if len(g) == 1 or g.shape[1] != n:
-        g = easy(np.broadcast_to(g, (len(g), n)), working)
+        g = taken(np.broadcast_to(g, (len(g), n)), working)
     h = np.empty((0, 1)) if h is None else h
-    direct = all(is_easy(a, working) for a in (x, delta, g))
+    direct = all(takes_as_is(a, working) for a in (x, delta, g))
     for part in [slice(0, rows)] if direct else groups(rows, n):
-        problem = [easy(some(a, part, rows), working) for a in (x, delta)]
-        bounds = easy_bounds(some(lower, part, rows), some(upper, part, rows), n, working)
-        per_row = easy(some(eps, part, rows), np.float64), easy(eta[part], np.float64), easy(status[part], np.int64)
-        pulled = easy(some(g, part, rows), working), easy(h[part], np.float64)
-        height = len(problem[0])
+        bounds = taken_bounds(rows_of(lower, part, rows), rows_of(upper, part, rows), n, working)
+        if in_sum:
+            bounds = bounds[0][:, 0].copy(), bounds[1][:, 0].copy()  # as numbers, to compiled code
+        given = *(taken(rows_of(a, part, rows), working) for a in (x, delta)), *bounds
+        height = len(given[0])
+        numbers = taken(rows_of(eps, part, rows), np.float64), taken(eta[part], np.float64)
+        per_row = *numbers, taken(status[part], np.int64)
+        cotangents = taken(rows_of(g, part, rows), working), taken(h[part], np.float64)
         mine = [
             bar if direct and want else np.empty((height if want else 0, n), working)
             for bar, want in zip(bars, wanted, strict=True)
         ]
         found = tuple(mine), bound_sums[part], eps_bar[part]
-        arrays = *problem, *bounds, *per_row, *pulled, *found, rules, ORDERS.get(p, ANY_ORDER)
+        arrays = given, per_row, cotangents, *found, problem.p, ORDERS.get(problem.p, ANY_ORDER)
         work = partial(threads.run, partial(launch_rows, pull_rows, arrays), split(height, n))
         threads.run_apart(work) if n >= HUGE else work()
         if not direct:
             with np.errstate(over="ignore"):  # in float16
-                for bar, some_of_it in zip(bars, mine, strict=True):
+                for bar, of_part in zip(bars, mine, strict=True):
                     if bar is not None:
-                        bar[part] = some_of_it
+                        bar[part] = of_part
     return *bars, bound_sums if bound_sums.size else None, eps_bar
+
+
+# --- the grid of files, and rows in parts -----------------------------------------------------------------------------
 
 
 def over_parts(work: Callable[[int, int], Any], n: int) -> list[Any]:
@@ -310,7 +339,7 @@ def gains_by_key(moved: Array, after: Array, unit: Any, p: float, keys: Array, n
 
 
 def make(delta: Array, room: Array, eta: float, out: Array) -> None:
-    """Write m itself to `out`."""
+    """Write to `out` the whole grid steps of each element: min(floor(eta*|delta| + 1/2), room)."""
     over_parts(partial(launch, make_steps, delta, room, eta, out), delta.size)
 
 
@@ -338,14 +367,14 @@ def look_ahead(x: Array, delta: Array, lower: Array, upper: Array, eps: Array, e
     arrays = _tile(x, delta, lower, upper)
     found = np.zeros((len(x), 11))
     found[:, 5] = math.inf
-    inv = easy(np.broadcast_to(1 / eps, (len(x), 1))[:, 0], np.float64)
+    inv = taken(np.broadcast_to(1 / eps, (len(x), 1))[:, 0], np.float64)
     launch(look_at_rows, *arrays, inv, enough, p, ORDERS.get(p, ANY_ORDER), found)
     return found
 
 
 def tally(x: Array, delta: Array, lower: Array, upper: Array, per_row: list[Array], p: float, found: Array) -> None:
     """Add the breakpoints of a tile to their bins, as ``clipaware._rounds`` has it. On one thread, too."""
-    done, eps, first, shift, edges = (easy(a, a.dtype) for a in per_row)
+    done, eps, first, shift, edges = (taken(a, a.dtype) for a in per_row)
     numbers = done[:, 0], 1 / eps[:, 0], first[:, 0], shift[:, 0], edges
     launch(tally_rows, *_tile(x, delta, lower, upper), *numbers, p, ORDERS.get(p, ANY_ORDER), found)
 
@@ -354,8 +383,8 @@ def move(x: Array, delta: Array, lower: Array, upper: Array, K: Array, dm: Array
     """clip(x + K*(delta*dm)) of a tile, with x clipped before: rounded to x's dtype, and wider if that is half."""
     arrays = _tile(x, delta, lower, upper)
     out = np.empty(x.shape, arrays[0].dtype)
-    numbers = (easy(np.broadcast_to(a, (len(x), 1))[:, 0], out.dtype) for a in (K, dm))
-    launch(move_rows, *arrays, *numbers, GRIDS.get(x.dtype, BFLOAT16), out)
+    numbers = (taken(np.broadcast_to(a, (len(x), 1))[:, 0], out.dtype) for a in (K, dm))
+    launch(move_rows, *arrays, *numbers, OWN if x.dtype.itemsize > 2 else FORMATS.get(x.dtype, BFLOAT16), out)
     return out
 
 
@@ -365,12 +394,23 @@ def measure_moves(
     """Sums of the powers of what `move` moves, times `inv`, for each K of a row, or the largest."""
     arrays = _tile(x, delta, lower, upper)
     found = np.zeros((len(x), K.shape[1]))
-    numbers = easy(np.broadcast_to(inv, found.shape), np.float64), easy(K, arrays[0].dtype)
-    along = *numbers, easy(np.broadcast_to(dm, (len(x), 1))[:, 0], arrays[0].dtype)
-    launch(measure_rows, *arrays, *along, GRIDS.get(x.dtype, BFLOAT16), p, ORDERS.get(p, ANY_ORDER), found)
+    numbers = taken(np.broadcast_to(inv, found.shape), np.float64), taken(K, arrays[0].dtype)
+    along = *numbers, taken(np.broadcast_to(dm, (len(x), 1))[:, 0], arrays[0].dtype)
+    launch(
+        measure_rows,
+        *arrays,
+        *along,
+        OWN if x.dtype.itemsize > 2 else FORMATS.get(x.dtype, BFLOAT16),
+        p,
+        ORDERS.get(p, ANY_ORDER),
+        found,
+    )
     return found
 
 
 def _tile(x: Array, delta: Array, lower: Array, upper: Array) -> tuple[Array, ...]:
     working: Any = np.float64 if x.dtype == np.float64 else np.float32
-    return easy(x, working), easy(delta, working), *easy_bounds(lower, upper, x.shape[1], working)
+    low, high = taken_bounds(lower, upper, x.shape[1], working)
+    if low.shape[1] == 1:
+        low, high = low[:, 0].copy(), high[:, 0].copy()  # as numbers, to compiled code
+    return taken(x, working), taken(delta, working), low, high

@@ -24,23 +24,24 @@ import triton
 import triton.language as tl
 from triton import knobs  # an ImportError where Triton is too old, as if there were none
 
-from clipaware import _math
+from clipaware import _problem, _traced
+from clipaware._problem import Problem
 
 Array = Any
 
 INTERPRETED = knobs.runtime.interpret
 
 INF = tl.constexpr(math.inf)
-REGULAR = tl.constexpr(_math.REGULAR)
-ZERO = tl.constexpr(_math.ZERO)
-AT_ZERO = tl.constexpr(_math.AT_ZERO)
-HALVE_FROM = tl.constexpr(_math.HALVE_FROM)
-UNREACHABLE = tl.constexpr(_math.UNREACHABLE)
-HELD = tl.constexpr(_math.HELD)
-SLACK = tl.constexpr(_math.SLACK)
-NEWTON_PASSES = tl.constexpr(_math.NEWTON_PASSES)
-MAX_PASSES = tl.constexpr(_math.MAX_PASSES)
-POLISH_PASSES = tl.constexpr(_math.POLISH_PASSES)
+REGULAR = tl.constexpr(_problem.REGULAR)
+ZERO = tl.constexpr(_problem.ZERO)
+AT_ZERO = tl.constexpr(_problem.AT_ZERO)
+HALVE_FROM = tl.constexpr(_traced.HALVE_FROM)
+UNREACHABLE = tl.constexpr(_problem.UNREACHABLE)
+HELD = tl.constexpr(_problem.HELD)
+SLACK = tl.constexpr(_problem.SLACK)
+NEWTON_PASSES = tl.constexpr(_traced.NEWTON_PASSES)
+MAX_PASSES = tl.constexpr(_traced.MAX_PASSES)
+POLISH_PASSES = tl.constexpr(_traced.POLISH_PASSES)
 
 # What a pass over a row is for, and so what it returns (two numbers).
 LOOK = tl.constexpr(0)  # the largest |delta|, infinite if anything makes no sense
@@ -384,7 +385,7 @@ def _pass(
 
 @triton.jit
 def _second(least, U, C, P: tl.constexpr):
-    """`_math.extrapolated`: the second guess over the first, the naive one, of which Newton's step is `least`."""
+    """`_traced.extrapolated`: the second guess over the first, the naive one, of which Newton's step is `least`."""
     b = (U + C - 1 + (1 - U) * (P / (P + 1))) * ((P + 1) * (P + 2) / P)
     linear, quadratic = (1 - U - b) * (P / (P + 1)), b * (P / (P + 2))
     guess = least
@@ -395,7 +396,7 @@ def _second(least, U, C, P: tl.constexpr):
 
 @triton.jit
 def _curved(least, past, slopes, P: tl.constexpr):
-    """`_math.curved`: the next guess over this one, from where the last one was and the slope there, over this."""
+    """`_traced.curved`: the next guess over this one, from where the last one was and the slope there, over this."""
     change = _power(least, P, False) - 1
     distance = 1 - _power(past, P, False)
     wide = tl.abs(distance) > 1e-6
@@ -445,7 +446,7 @@ def _polished(
     P: tl.constexpr, DTYPE: tl.constexpr, DOUBLE: tl.constexpr, LOW: tl.constexpr, UP: tl.constexpr,
     BLOCK: tl.constexpr, HOLDS: tl.constexpr,
 ):  # fmt: skip
-    """`_math.polish`: the K whose array, as written, has the norm nearest to eps; its norm at K is known."""
+    """`_traced.polish`: the K whose array, as written, has the norm nearest to eps; its norm at K is known."""
     ULP: tl.constexpr = 2.0**-52 if DOUBLE else 2.0**-23
     edge = tl.minimum(limit, 1.0)
     first, rest = _split(K, DOUBLE)
@@ -964,7 +965,7 @@ def _rounds(
     P: tl.constexpr, MODE: tl.constexpr, LOW: tl.constexpr, UP: tl.constexpr, FIRST_ROUND: tl.constexpr,
     SEGMENT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """`_math.polish` for long rows of half precision, four scales at a time."""
+    """`_traced.polish` for long rows of half precision, four scales at a time."""
     index = tl.program_id(0).to(tl.int64) // parts
     part = tl.program_id(0) % parts
     if tl.load(flags + index * 4) != FOUND:
@@ -1238,7 +1239,7 @@ SLOPES = tl.constexpr(2)  # D, or for p = inf how many elements are active, and 
 
 @triton.jit
 def _weights(elements, of_eta, of_ratio, inv, code, top, P: tl.constexpr, ULP: tl.constexpr):
-    """`_math.partials`: what is free, what follows x, and sign*w (for p = inf: of the active, sign)."""
+    """`_derivatives.partials`: what is free, what follows x, and sign*w (for p = inf: of the active, sign)."""
     x, delta, lower, upper = elements
     size, still = tl.abs(delta), delta == 0
     sign = tl.where(delta < 0, -1.0, tl.where(still, 0.0, 1.0)).to(delta.dtype)
@@ -1322,7 +1323,7 @@ def _pull_store(
     elements, g, x_bar, delta_bar, c_bar, cols, n, of_eta, of_ratio, inv, code, top, lam, scale, eta,
     P: tl.constexpr, X_BAR: tl.constexpr, DELTA_BAR: tl.constexpr, C_BAR: tl.constexpr, DOUBLE: tl.constexpr,
 ):  # fmt: skip
-    """`_math.vjp`. Rows that have no eta have no derivatives."""
+    """`_derivatives.vjp`. Rows that have no eta have no derivatives."""
     ULP: tl.constexpr = 2.0**-52 if DOUBLE else 2.0**-23
     free, follows, w = _weights(elements, of_eta, of_ratio, inv, code, top, P, ULP)
     if not DOUBLE:
@@ -1595,16 +1596,16 @@ class _Key(NamedTuple):
         return {"DOUBLE": self.double, "LOW": self.low, "UP": self.up}
 
 
-def _problem(x: Array, delta: Array, eps: Any, lower: Any, upper: Any, *rest: Any) -> tuple[tuple[Any, ...], _Key]:
-    """What every kernel takes first, and a key for the code."""
-    x, delta = _lines(x), _lines(delta)
-    eps, eps_row, _, of_eps = _operand(eps)
-    lower, lower_row, low, of_lower = _operand(lower)
-    upper, upper_row, up, of_upper = _operand(upper)
+def _arguments(problem: Problem, *rest: Any) -> tuple[tuple[Any, ...], _Key]:
+    """What every kernel takes first, and a key for the code, which also depends on the order of the norm and `rest`."""
+    x, delta = _lines(problem.x), _lines(problem.delta)
+    eps, eps_row, _, of_eps = _operand(problem.eps)
+    lower, lower_row, low, of_lower = _operand(problem.lower)
+    upper, upper_row, up, of_upper = _operand(problem.upper)
     steps = _rows_of(x), _rows_of(delta), lower_row, upper_row
     where = x.data_ptr() % 16 == 0, delta.data_ptr() % 16 == 0, of_eps, of_lower, of_upper
     double = x.dtype == torch.float64
-    key = _Key(x.dtype, x.get_device(), low, up, (where, steps, eps_row, x.shape[1], *rest), double)
+    key = _Key(x.dtype, x.get_device(), low, up, (where, steps, eps_row, x.shape[1], problem.p, *rest), double)
     return (x, delta, lower, upper, *steps, eps, eps_row, x.shape[1]), key
 
 
@@ -1656,27 +1657,26 @@ def _on_device(function: Any) -> Any:
     """Kernels run on the current device, which need not be that of the arrays."""
 
     @functools.wraps(function)
-    def called(x: Array, *rest: Any) -> Any:
-        if INTERPRETED or x.device.index == torch.cuda.current_device():
-            return function(x, *rest)
-        with torch.cuda.device(x.device):
-            return function(x, *rest)
+    def called(problem: Problem, *rest: Any) -> Any:
+        if INTERPRETED or problem.x.device.index == torch.cuda.current_device():
+            return function(problem, *rest)
+        with torch.cuda.device(problem.x.device):
+            return function(problem, *rest)
 
     return called
 
 
 @_on_device
-def solve(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float, mode: str, write: bool
-) -> tuple[Array, Array, Array]:
+def solve(problem: Problem, mode: str, write: bool) -> tuple[Array, Array, Array]:
     """v (empty unless `write`), eta and status. eps and bounds may be numbers, which then need no place on the GPU."""
+    x, p = problem.x, problem.p
     rows, n = x.shape
     v = torch.empty_like(x, memory_format=torch.contiguous_format) if write else x.new_empty(0)
     eta = torch.empty((rows, 1), dtype=torch.float64, device=x.device)
     status = torch.empty((rows, 1), dtype=torch.int64, device=x.device)
     if not rows * n:
-        return v, eta.zero_(), status.fill_(_math.ZERO)
-    given, key = _problem(x, delta, eps, lower, upper, p, mode, write)
+        return v, eta.zero_(), status.fill_(_problem.ZERO)
+    given, key = _arguments(problem, mode, write)
     key = key._replace(double=key.double or not write)  # where nobody looks at the norm afterwards
 
     def options(**more: Any) -> dict[str, Any]:
@@ -1720,11 +1720,13 @@ def solve(
 
 
 @_on_device
-def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float) -> Array:
+def reach(problem: Problem) -> Array:
+    """The largest norm of every row."""
+    x, p = problem.x, problem.p
     rows, n = x.shape
     found = torch.zeros((rows, 1), dtype=torch.float64, device=x.device)
     if rows * n:
-        given, key = _problem(x, delta, 0.0, lower, upper, p)
+        given, key = _arguments(problem._replace(eps=0.0))
         arguments = *given[:8], n, found
         if n <= LONGEST:
             _launch(_reach_rows, rows, arguments, key, lambda: {"P": p, **key.kinds(), **_block(n, key)})
@@ -1739,11 +1741,9 @@ def reach(x: Array, delta: Array, lower: Array, upper: Array, p: float) -> Array
 
 
 @_on_device
-def vjp(
-    x: Array, delta: Array, eps: Array, lower: Array, upper: Array, p: float,
-    eta: Array, status: Array, g: Array, h: Array | None, needs: tuple[bool, ...],
-) -> list[Array]:  # fmt: skip
+def vjp(problem: Problem, eta: Array, status: Array, g: Array, h: Array | None, needs: tuple[bool, ...]) -> list[Array]:
     """Gradients of x, delta, eps, and of the bound that delta points to; those of them that are needed."""
+    x, p = problem.x, problem.p
     rows, n = x.shape
     eps_bar = torch.zeros((rows, 1), dtype=torch.float64, device=x.device)
     # What is added up afterwards is not rounded to 16 bits before.
@@ -1756,8 +1756,7 @@ def vjp(
         g = g.resolve_neg()
         g_steps = _rows_of(g), 0 if g.shape[1] == 1 else g.stride(1)
         some_h = eps_bar if h is None else h.resolve_neg().contiguous()
-        further = p, needs, g_steps, g.dtype, g.data_ptr() & 15 == 0, h is None
-        given, key = _problem(x, delta, eps, lower, upper, *further)
+        given, key = _arguments(problem, needs, g_steps, g.dtype, g.data_ptr() & 15 == 0, h is None)
         given = *given, eta, status, g, *g_steps
 
         def options(**more: Any) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""The algorithm's one text: Newton's method for the scale, its polish, and the closed-form derivatives.
+"""Newton's method for the scale, and its polish, in operations that a framework may trace.
+
+JAX's traces, TensorFlow's graphs, meshes and shards run on this module. So do ``reach`` and ``report`` of PyTorch on a
+GPU and of Array-API arrays. Everything else has the two lanes of ``_fast`` and ``_careful``.
 
 Everything here is written for ``(rows, n)`` arrays and a backend module ``be`` that supplies a handful of array
 functions under common names (``_backends/numpy.py`` lists them). The letters are the paper's, and ``docs/math.md``
@@ -19,11 +22,26 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from clipaware._problem import (
+    AT_ZERO,
+    HELD,
+    REGULAR,
+    SINGLE,
+    SLACK,
+    UNREACHABLE,
+    ZERO,
+    Block,
+    Numerics,
+    Problem,
+    any_true,
+    bound_ahead,
+    power,
+    times,
+    when,
+)
+
 Array = Any
 Backend = Any
-
-# What became of a row; where several apply, the first of them.
-REGULAR, ZERO, AT_ZERO, UNREACHABLE, HELD = range(5)
 
 NEWTON_PASSES = 12  # plain Newton up to here, then every other pass halves the bracket
 MAX_PASSES = 64
@@ -33,37 +51,8 @@ HALVE_FROM = 30  # passes of a polish after which every one halves the bracket
 HUGE = 1e300  # more than any norm, scale or step that is worth a thought
 LOOSE = 2.0**-13  # the step at which Newton stops for float32 arrays: what is missing shows in the norm as written
 LOOSE_DOUBLE = 2.0**-20  # and for float64, where another pass would have to wait for others
-SLACK = 2.0**-47  # how far below eps at_most stays, for norms that are added up in another order
 SAMPLE_FROM = 2**19  # rows this long first solve a sample of contiguous runs, and start there
 SAMPLE_RUNS, SAMPLE_RUN = 64, 512
-
-
-class Numerics(NamedTuple):
-    """What the working precision allows."""
-
-    ulp: float  # spacing at 1
-    tiny: float  # a sum of powers below this has lost elements to underflow
-    settled: float  # relative step at which Newton has arrived
-    close: float  # relative error of a norm that is as good as none
-    far: float  # further than any bound
-    least: float  # the smallest normal number: an eps below counts as 0
-
-    def __reduce__(self) -> str:
-        """The one of two that there are, in another process too: they are told apart by identity."""
-        return "SINGLE" if self is SINGLE else "DOUBLE"
-
-
-SINGLE = Numerics(ulp=2.0**-23, tiny=1e-20, settled=2.0**-31, close=2e-7, far=2.0**127, least=2.0**-126)
-DOUBLE = Numerics(ulp=2.0**-52, tiny=1e-150, settled=2.0**-51, close=4e-15, far=2.0**1023, least=2.0**-1022)
-
-
-class Block(NamedTuple):
-    """A tile of the problem in the working dtype. The bounds broadcast to x."""
-
-    x: Array
-    delta: Array
-    lower: Array
-    upper: Array
 
 
 class Rows(NamedTuple):
@@ -77,7 +66,6 @@ class Rows(NamedTuple):
     p: float
     top: Array  # (rows, 1): the largest |delta|
     numerics: Numerics
-    buffers: Any = None  # where a backend may keep arrays for the next group to overwrite
 
     def fold(self, combine: str, of_tile: Callable[[Any], Array]) -> Array:
         """A number per row, added up or maximised over its tiles."""
@@ -101,11 +89,6 @@ class Solution(NamedTuple):
 # What a backend that traces has its own of.
 
 
-def any_true(be: Backend, condition: Array) -> bool:
-    """Whether it is true anywhere; in a trace, which cannot tell, it may be."""
-    return bool(be.TRACES or be.any_true(condition))
-
-
 def loop(be: Backend, step: Callable[[Any], Any], state: tuple[Any, ...], limit: int) -> tuple[Any, ...]:
     """Repeat `step` until every row is done, as the last of the state says, or the first, a count, is at its limit."""
     if be.TRACES:
@@ -115,74 +98,24 @@ def loop(be: Backend, step: Callable[[Any], Any], state: tuple[Any, ...], limit:
     return state
 
 
-def when(be: Backend, condition: Array, change: Callable[..., Any], *state: Any) -> tuple[Any, ...]:
-    """The state, changed if the condition is true anywhere."""
-    if be.TRACES:
-        return tuple(be.when(condition, change, *state))
-    return change(*state) if be.any_true(condition) else state
-
-
-# What a backend that keeps buffers has its own of.
-
-
-def room(rows: Rows, key: Any, block: Block) -> Array:
+def room(rows: Rows, block: Block) -> Array:
     """Distance from x to the bound that delta points to, with the sign of delta."""
-    if rows.buffers is not None:
-        return rows.be.room(key, block, rows.buffers)
     return bound_ahead(rows.be, block.delta, block.lower, block.upper) - block.x
 
 
-def quotient(rows: Rows, tile: Any, w: Array, d: Array) -> Array:
-    return w / d if rows.buffers is None else rows.be.quotient(tile, w, d, rows.buffers)
-
-
-def raised(rows: Rows, tile: Any, a: Array, in_place: bool) -> Array:
-    """|a|^p; `in_place` if a is not needed any more."""
-    if rows.buffers is not None:
-        return rows.be.raised(tile, a, rows.p, None if in_place else rows.buffers)
+def raised(rows: Rows, a: Array) -> Array:
+    """|a|^p."""
     return a * a if rows.p == 2 else power(rows.be, abs(a), rows.p)
 
 
-def difference(rows: Rows, v: Array, x: Array) -> Array:
-    return v - x if rows.buffers is None else rows.be.difference(v, x, rows.buffers)
-
-
-def bound_ahead(be: Backend, delta: Array, lower: Array, upper: Array) -> Array:
-    # By the sign bit: a room, even of what does not move, is never negative over delta.
-    return be.where(be.signbit(delta), lower, upper)
-
-
-def times(be: Backend, a: Array, factor: Array) -> Array:
-    """a times a factor per row, which mostly is 1."""
-    return a * factor if any_true(be, factor != 1) else a
-
-
-def power(be: Backend, base: Array, p: float) -> Array:
-    """base^p, by multiplication for the exponents people use."""
-    if p == 1:
-        return base
-    if p == 1.5:
-        return base * be.sqrt(base)
-    if p == 2:
-        return base * base
-    if p == 3:
-        return base * base * base
-    if p == 4:
-        square = base * base
-        return square * square
-    return be.power(base, p)
-
-
-def groups(
-    be: Backend, problem: tuple[Any, ...], numerics: Numerics, group: int, tile: int, checked: bool, buffers: Any = None
-) -> Any:
-    """The problem (x, delta, eps, lower, upper, p) in groups of rows and tiles of them, of so many elements at most.
+def groups(be: Backend, problem: Problem, numerics: Numerics, group: int, tile: int, checked: bool) -> Any:
+    """The problem in groups of rows and tiles of them, of so many elements at most.
 
     Yields where a group is, the group, and which of its rows are to become NaN. Every group is looked at once, for its
     largest |delta| and for values that should not be. If they are `checked`, those raise. If not, x is clipped into its
     bounds first, and rows that make no sense are left out of the solution.
     """
-    x, delta, eps, lower, upper, p = problem
+    x, delta, eps, lower, upper = problem.arrays()
     rows, n = x.shape
     height, tall, wide = max(1, group // n), max(1, tile // n), min(n, tile)
     for start in range(0, rows, height):
@@ -193,25 +126,25 @@ def groups(
         along = [slice(j, min(j + wide, n)) for j in range(0, n, wide)]
         spans = [(i, j) for i in across for j in along]
         keep = count * n <= group
-        # Tiles that are kept have a number each, and so their own buffers.
+        # Tiles that are kept have a number each.
         tiles = [(*span, index if keep else 0) for index, span in enumerate(spans)]
         here = [a if a.shape[0] == 1 else a[part, :] for a in (lower, upper, eps)]
         look = x[part, :], delta[part, :], here[0], here[1], here[2]
         load, top, bad = _looked_at(be, look, tiles, numerics, problem if checked else None)
         some_eps = here[2] if bad is None else be.where(bad, 0.0, here[2])
-        yield part, Rows(be, load, tiles, keep, some_eps, p, top, numerics, buffers), bad
+        yield part, Rows(be, load, tiles, keep, some_eps, problem.p, top, numerics), bad
 
 
-def whole(be: Backend, problem: tuple[Any, ...], numerics: Numerics, keep: bool) -> tuple[Rows, Array]:
+def whole(be: Backend, problem: Problem, numerics: Numerics, keep: bool) -> tuple[Rows, Array]:
     """All of the problem as one group of one tile, unchecked, and which of its rows are to become NaN: for a trace."""
-    x, delta, eps, lower, upper, p = problem
+    x, delta, eps, lower, upper = problem.arrays()
     tiles = [(slice(None), slice(None), 0)]
     load, top, bad = _looked_at(be, (x, delta, lower, upper, eps), tiles, numerics, None)
-    return Rows(be, load, tiles, keep, be.where(bad, 0.0, eps), p, top, numerics), bad
+    return Rows(be, load, tiles, keep, be.where(bad, 0.0, eps), problem.p, top, numerics), bad
 
 
 def _looked_at(
-    be: Backend, rows: tuple[Array, ...], tiles: list[Any], numerics: Numerics, problem: tuple[Any, ...] | None
+    be: Backend, rows: tuple[Array, ...], tiles: list[Any], numerics: Numerics, problem: Problem | None
 ) -> tuple[Callable[..., Block], Array, Array | None]:
     """How to load a tile of these rows, their largest |delta|, and which of them make no sense, if any."""
     x, delta, lower, upper, eps = rows
@@ -240,7 +173,7 @@ def _looked_at(
             senseless.append(be.senseless(block, x[tile[:2]]))
         elif not be.sensible(block, tops[-1]):
             # This raises, unless it is but rounding that leaves x outside its bounds.
-            be.explain(*problem[:2], *problem[3:5])
+            be.explain(problem.x, problem.delta, problem.lower, problem.upper)
             clipped = True
     top = be.fold("max", tiles, tops, x)
     bad = ~((eps >= 0) & (eps < math.inf) & (top < math.inf))
@@ -285,11 +218,11 @@ class Passes:
     def m_of(self, top: Array) -> Array:
         return self.m if top is self.rows.top else self.rows.be.pow2(top, self.rows.numerics)
 
-    def rooms(self, tile: Any, block: Block, name: str) -> Array:
-        """w of a tile, with the sign of delta, in the buffer of that name."""
+    def rooms(self, tile: Any, block: Block) -> Array:
+        """w of a tile, with the sign of delta."""
         rows, be = self.rows, self.rows.be
         inv = rows.pick(self.inv, tile)
-        w = times(be, room(rows, (name, tile[2]), block), inv)
+        w = times(be, room(rows, block), inv)
         # No element moves further than eps: cut there, neither a power nor an infinite bound overflows.
         if rows.p > 4 or any_true(be, (block.upper - block.lower) * inv > ROOMY):
             most = rows.pick(rows.eps * self.inv * (1 + 4 * rows.numerics.ulp), tile)
@@ -304,15 +237,15 @@ class Passes:
             return self.kept[tile[2]]
         rows, be = self.rows, self.rows.be
         block = rows.load(tile, T)
-        w, d = self.rooms(tile, block, "room"), times(be, block.delta, rows.pick(1 / self.m_of(top), tile))
+        w, d = self.rooms(tile, block), times(be, block.delta, rows.pick(1 / self.m_of(top), tile))
         # In these units a quotient misleads by a rounding at most: it is infinite only where d is too small to count.
-        breakpoints = quotient(rows, tile, w, d)
+        breakpoints = w / d
         if not self.plain(top):
             # What exceeds `top` is clipped by now and counts for nothing, but its power must stay finite.
             first = (top == rows.top) & (rows.p <= 4)
             most = rows.pick(be.where(first, top / self.m_of(top), top * 0 + 1.0), tile)
             d = be.clip(d * rows.pick(self.per_unit(top), tile), -most, most)
-        piece = breakpoints, raised(rows, tile, d, in_place=False), raised(rows, tile, w, in_place=True)
+        piece = breakpoints, raised(rows, d), raised(rows, w)
         if rows.keep:
             self.kept[tile[2]] = piece
         return piece
@@ -326,7 +259,7 @@ class Passes:
     def sums(self, T: Array, top: Array) -> tuple[Array, Array]:
         """A and C."""
         rows, be = self.rows, self.rows.be
-        both = rows.fold("sum", lambda tile: be.row_sums(rows.pick(T, tile), *self.piece(tile, top, T), rows.buffers))
+        both = rows.fold("sum", lambda tile: be.row_sums(rows.pick(T, tile), *self.piece(tile, top, T)))
         return both[:, :1], both[:, 1:]
 
     def biggest(self, T: Array, top: Array) -> Array:
@@ -345,7 +278,7 @@ class Passes:
 
         def of_tile(tile: Any) -> Array:
             block = rows.load(tile)
-            w = be.where(block.delta == 0, 0.0, abs(self.rooms(tile, block, "spare")))
+            w = be.where(block.delta == 0, 0.0, abs(self.rooms(tile, block)))
             return be.row_sum(power(be, w, rows.p))
 
         return rows.fold("sum", of_tile)
@@ -357,7 +290,7 @@ class Passes:
         def of_tile(tile: Any) -> Array:
             block = rows.load(tile)
             size = be.widen(abs(block.delta))
-            quotient = be.widen(abs(self.rooms(tile, block, "spare"))) / be.where(size > 0, size, 1.0)
+            quotient = be.widen(abs(self.rooms(tile, block))) / be.where(size > 0, size, 1.0)
             return be.row_max(be.where(size > 0, quotient, 0.0))
 
         return be.minimum(rows.fold("max", of_tile), HUGE / self.m) * self.m
@@ -369,9 +302,7 @@ class Passes:
 
         def of_tile(tile: Any) -> Array:
             block = rows.load(tile)
-            return be.row_max(
-                be.where(abs(self.rooms(tile, block, "spare")) >= rows.pick(enough, tile), abs(block.delta), 0.0)
-            )
+            return be.row_max(be.where(abs(self.rooms(tile, block)) >= rows.pick(enough, tile), abs(block.delta), 0.0))
 
         return rows.fold("max", of_tile)
 
@@ -634,7 +565,7 @@ def write(
         if widen:
             z = (be.widen(v) - be.widen(x)) * (down if down.shape[0] == 1 else down[tile[0], :])
         else:
-            z = times(be, difference(rows, v, x), rows.pick(down, tile))
+            z = times(be, v - x, rows.pick(down, tile))
         if p <= 4:
             return be.row_dot(z, z) if p == 2 else be.row_sum(power(be, abs(z), p)), None
         furthest = be.row_max(abs(z))
@@ -760,7 +691,7 @@ def reach(rows: Rows) -> Array:
 
     def rooms(tile: Any) -> Array:
         block = rows.load(tile)
-        return be.where(block.delta == 0, 0.0, abs(room(rows, "spare", block)))
+        return be.where(block.delta == 0, 0.0, abs(room(rows, block)))
 
     largest = rows.fold("max", lambda tile: be.row_max(rooms(tile)))
     if p == math.inf:
@@ -821,229 +752,3 @@ def summary(rows: Rows, v: Array, n: int) -> tuple[Array, Array, Array]:
         return be.row_sum(be.cast_like(there, block.x))
 
     return norm(lambda tile, _: written(tile)), norm(naive), rows.fold("sum", at_bound) / n
-
-
-# --- derivatives ------------------------------------------------------------------------------------------------------
-
-
-class Pace(NamedTuple):
-    """What derivatives need to know of a row."""
-
-    m: Array
-    eta: Array
-    status: Array
-    inv: Array  # 1/eps, or 0 where eta does not move
-    rate: Array  # z/eps of what is not clipped over delta/m; for p = inf, w of what moves by eps
-    largest: Array  # for p = inf, the d of what moves by eps
-    inverse: Array  # 1/(D/m), or 0 where eta does not move
-
-
-class Split(NamedTuple):
-    """What they need to know of an element."""
-
-    free: Array  # U, where v moves with x and delta
-    still: Array
-    sign: Array
-    direction: Array  # delta/m
-    d: Array
-    gap: Array  # from x to the bound that delta points to
-    s: Array
-
-
-class Partials(NamedTuple):
-    """What every derivative is made of."""
-
-    free: Array
-    follows: Array  # where v moves with x: U, or everything at eps = 0
-    sign: Array
-    direction: Array
-    w: Array  # sign*w
-    pace: Pace
-
-
-def partials(
-    be: Backend,
-    block: Block,
-    eps: Array,
-    eta: Array,
-    status: Array,
-    p: float,
-    numerics: Numerics,
-    unit: Array | None = None,
-) -> Partials:
-    """The sets, weights and slopes of docs/math.md at a solution eta. Differentiable itself, in eta and the block."""
-    part = weighed(be, *divided(be, block, eps, eta, status, p, numerics, unit), p, numerics)
-    pace = sloped(be, part.pace, be.row_sum(be.where(part.free, part.w * part.direction, 0.0)))
-    return Partials(part.free, part.follows, part.sign, part.direction, part.w, pace)
-
-
-def divided(
-    be: Backend,
-    block: Block,
-    eps: Array,
-    eta: Array,
-    status: Array,
-    p: float,
-    numerics: Numerics,
-    unit: Array | None = None,
-) -> tuple[Split, Pace]:
-    """The sets, and all there is per row but its slope. `unit` is one for delta, if the largest is not to be found."""
-
-    def largest() -> Array:
-        top = be.widen(be.row_max(abs(be.constant(block.delta))))
-        return be.where(top > 0, top, 1.0)
-
-    of_delta = largest() if unit is None else None
-    m = be.pow2(unit if of_delta is None else of_delta, numerics)
-    at_zero, regular = status == AT_ZERO, status == REGULAR
-    # Where eta does not move, w counts for nothing but must be finite.
-    inv = be.where(regular, 1 / be.where(regular, eps, 1.0), 0.0)
-    # Nor is a scale infinite, which delta's may make it.
-    eta = be.where(status == UNREACHABLE, 0.0, be.where(eta == math.inf, numerics.far, eta))
-    rate = eta * m * inv
-    inv = be.narrow(inv, numerics)
-    pace = Pace(m, eta, status, inv, rate, rate, rate)
-    parts = split(be, block, pace, numerics)
-    if p == math.inf:
-        d = be.constant(parts.d)
-        # Not of what has a little less room, and at this eta would move further.
-        moves = _roomy(parts, pace, numerics) & (be.narrow(rate, numerics) * d <= 1 + 8 * numerics.ulp)
-        pace = Pace(m, eta, status, inv, rate, be.row_max(be.where(moves, d, 0.0)), rate)
-        count = be.row_sum(be.cast_like(_active(parts, pace, numerics), parts.d))
-        rate = 1 / be.where(count > 0, count, 1.0)
-    else:
-        # At eps = 0 it is the limit.
-        def at_limit(rate: Array) -> tuple[Array]:
-            # Of the block: what is made outside of a branch, a trace makes whether or not it is taken.
-            free, still, _, _, d, _, _ = split(be, block, pace, numerics)
-            counted = free & ~still
-            top = largest() if of_delta is None else of_delta
-            powers = power(be, be.where(counted, d * be.narrow(m / top, numerics), 1.0), p)
-            norm = be.row_sum(be.where(counted, powers, 0.0))
-            limit = be.where(norm > 0, m / top / be.where(norm > 0, norm, 1.0) ** (1 / p), 0.0)
-            return (be.where(at_zero, limit, rate),)
-
-        (rate,) = when(be, at_zero, at_limit, rate)
-    return parts, Pace(m, eta, status, inv, be.narrow(rate, numerics), pace.largest, pace.inverse)
-
-
-def split(be: Backend, block: Block, pace: Pace, numerics: Numerics) -> Split:
-    still, sign = block.delta == 0, be.sign(block.delta)
-    direction = block.delta * be.narrow(1 / pace.m, numerics)
-    d = direction * sign
-    gap = bound_ahead(be, block.delta, block.lower, block.upper) - block.x
-    s = be.maximum(sign * gap, 0.0)
-    gap = be.where(sign * gap >= 0, gap, 0.0)  # rounding may have left x outside its bounds
-    # An element at its kink, up to rounding, counts as unclipped.
-    # By two factors: as one, eta*m may be no float32 where its product with d is.
-    pace_of_d, more = be.minimum(pace.eta * pace.m, 2.0**100), be.maximum(pace.eta * pace.m * 2.0**-100, 1.0)
-    moved = times(be, d * be.narrow(pace_of_d, numerics), be.narrow(more, numerics))
-    free = still | ((moved <= s * (1 + 4 * numerics.ulp)) & (s > 0))
-    return Split(be.where(pace.status == UNREACHABLE, still, free), still, sign, direction, d, gap, s)
-
-
-def _roomy(parts: Split, pace: Pace, numerics: Numerics) -> Array:
-    """What can move by eps."""
-    return (parts.s * pace.inv >= 1 - 8 * numerics.ulp) | ((pace.status == AT_ZERO) & (parts.s > 0))
-
-
-def _active(parts: Split, pace: Pace, numerics: Numerics) -> Array:
-    """What does, for p = inf."""
-    largest = (parts.d == pace.largest) & (parts.d > 0)
-    return _roomy(parts, pace, numerics) & largest & ~(pace.status == UNREACHABLE)
-
-
-def weighed(be: Backend, parts: Split, pace: Pace, p: float, numerics: Numerics) -> Partials:
-    free, _, sign, direction, d, gap, _ = parts
-    at_zero = pace.status == AT_ZERO
-    if p == math.inf:
-        active = _active(parts, pace, numerics)
-        free = free | active
-        w = sign * be.cast_like(active, d) * pace.rate
-    else:
-        # z/eps with the sign of delta.
-        base = be.where(free, direction * pace.rate, be.where(free | at_zero, 0.0, gap) * pace.inv)
-        if p == 1:
-            w = sign
-        elif p == 2:
-            w = base
-        else:
-            # Not at 0, where a power's own derivative may be infinite.
-            positive = sign * base > 0
-            w = sign * be.where(positive, power(be, be.where(positive, sign * base, 1.0), p - 1), 0.0)
-    return Partials(free, free | at_zero, sign, direction, w, pace)
-
-
-def sloped(be: Backend, pace: Pace, D: Array) -> Pace:
-    """With D/m, the sum of w*direction over U."""
-    moves = ((pace.status == REGULAR) | (pace.status == AT_ZERO)) & (D > 0)
-    inverse = be.where(moves, 1 / be.where(moves, D, 1.0), 0.0)
-    return Pace(pace.m, pace.eta, pace.status, pace.inv, pace.rate, pace.largest, inverse)
-
-
-def vjp(be: Backend, part: Partials, g: Array, h: Array, numerics: Numerics) -> tuple[Array, Array, Array, Array]:
-    """(x_bar, delta_bar, c_bar, eps_bar) for cotangents g of v and h of eta; c is the bound that delta points to."""
-    return pulled(be, part, g, h, be.row_sum(be.where(part.free, g * part.direction, 0.0)), numerics)
-
-
-def pulled(
-    be: Backend, part: Partials, g: Array, h: Array, along: Array, numerics: Numerics
-) -> tuple[Array, Array, Array, Array]:
-    """The same, with the sum of g*direction over U."""
-    lam = (h / part.pace.m + along) * part.pace.inverse
-    # Where all w have nearly vanished it may be too large a number, and infinity times 0 is none.
-    pull = be.narrow(be.minimum(be.maximum(lam, -numerics.far), numerics.far), numerics) * part.w
-    x_bar = be.where(part.follows, g, pull)
-    eta = be.narrow(be.minimum(part.pace.eta, numerics.far), numerics)
-    delta_bar = be.where(part.free, eta * (g - pull), 0.0)
-    c_bar = be.where(part.follows, 0.0, g - pull)
-    return x_bar, delta_bar, c_bar, lam
-
-
-def jvp(
-    be: Backend, part: Partials, x_dot: Array, delta_dot: Array, c_dot: Array, eps_dot: Array, numerics: Numerics
-) -> tuple[Array, Array]:
-    """(v_dot, eta_dot) for tangents of the arguments; c is the bound that delta points to."""
-    eta = be.narrow(part.pace.eta, numerics)
-    drift = be.where(part.free, eta * delta_dot, be.where(part.follows, 0.0, c_dot - x_dot))
-    rate = (eps_dot - be.row_sum(part.w * drift)) * part.pace.inverse
-    along = x_dot + eta * delta_dot + part.direction * be.narrow(rate, numerics)
-    return be.where(part.free, along, be.where(part.follows, x_dot, c_dot)), rate / part.pace.m
-
-
-def implicit(
-    be: Backend, block: Block, eps: Array, eta: Array, status: Array, p: float, numerics: Numerics
-) -> tuple[Array, Array]:
-    """(v, eta) around a solution eta, as functions that a framework can differentiate by itself, to any order.
-
-    With the sets of clipped and unclipped elements held fixed, eta is an explicit function of everything else.
-    """
-    eps0, eta0 = be.constant(eps), be.constant(eta)
-    part = partials(be, block, eps0, eta0, status, p, numerics)
-    direction = part.direction
-    c = bound_ahead(be, block.delta, block.lower, block.upper)
-    regular = (part.pace.inverse > 0) & (status == REGULAR)
-    unit = be.where(regular, eps0, 1.0)
-    if p == math.inf:
-        largest = be.where(regular, be.row_sum(be.constant(part.w) * direction), 1.0)
-        grown = eps / unit * (be.constant(largest) / largest)
-    else:
-        gap = be.where(part.free, 0.0, c - block.x)
-        base = be.where(part.free, direction * be.narrow(eta0 * part.pace.m, numerics), gap)
-        base = base * be.narrow(1 / unit, numerics)
-        if p == 2:
-            powers = base * base
-        else:
-            # Not at 0, where a power's own derivatives may be infinite.
-            positive = (part.sign * base > 0) | (p == 1)
-            powers = be.where(positive, power(be, be.where(positive, part.sign * base, 1.0), p), 0.0)
-        free = be.row_sum(be.where(part.free, powers, 0.0))
-        clipped = be.row_sum(be.where(part.free, 0.0, powers))
-        share = (be.where(regular, eps / unit, 1.0) ** p - clipped) / be.where(regular, free, 1.0)
-        grown = be.where(regular & (share > 0), share, 1.0) ** (1 / p)
-    slope = be.where(status == AT_ZERO, part.pace.inverse / part.pace.m, 0.0)
-    moved = be.where(regular, eta0 * grown, slope * eps)
-    eta = eta0 + (moved - be.constant(moved))
-    along = block.x + direction * be.narrow(eta * part.pace.m, numerics)
-    v = be.where(part.free & ~(status == UNREACHABLE), along, be.where(part.follows, block.x, c))
-    return v, eta
