@@ -32,7 +32,8 @@ COPIED = ("src", "tests", "torture", "pyproject.toml")
 HEAVY = ("dask", "jax", "tensorflow")  # imported only for tests that name them
 # What Numba compiles, and what it takes constants from: its cache would not notice a change there.
 COMPILED = (
-    *(f"_kernels/{name}.py" for name in ("backward", "fast", "formats", "grid", "loops", "parts", "sweeps")),
+    *(f"_kernels/{name}.py" for name in ("backward", "careful", "fast", "formats", "grid", "loops", "parts", "sweeps")),
+    "_careful.py",
     "_fast.py",
     "_problem.py",
 )

@@ -24,7 +24,7 @@ from clipaware import _careful
 from clipaware._backends import numpy as backend
 from clipaware._kernels import fast, formats, loops, threads
 from clipaware._kernels import numba as kernels
-from clipaware._problem import AT_ZERO, HELD, REGULAR, UNREACHABLE, ZERO, Problem
+from clipaware._problem import AT_ZERO, DOUBLE, HELD, REGULAR, SINGLE, UNREACHABLE, ZERO, Problem
 from clipaware.reference import directions, norm64
 from promises import NORM, ULP, assert_norm, assert_on_ray, share_that_grows
 from tiers import in_test_all
@@ -141,6 +141,50 @@ def test_both_fast_lanes_agree_with_the_careful_lane(lane, p, dtype, monkeypatch
             assert_same_solution(problem, mode, taken, expected, rows)
             found = backend.solve(problem, mode, True, certify=True)
             assert_same_solution(problem, mode, found, expected, rows | True)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(
+    ("n", "p"), [(700, 1), (700, 2), (5000, 2.7), (700, math.inf), *in_test_all((5000, 2), (2, 40))]
+)
+def test_the_compiled_careful_lane_is_the_careful_lane(n, p, dtype):
+    """Of more than a block, too; with delta of 1e-30 and 1e30, the latter no number in 16 bits."""
+    x, delta, eps = mixed(n, "float64" if dtype == "float64" else "float32")
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    with np.errstate(over="ignore"):
+        x, delta = x.astype(kind), delta.astype(kind)
+    eps[8] *= -1
+    # How close the norm gets to eps, at eta and as stored.
+    close, close_as_stored = (8 * ULP["float64"], DOUBLE.close) if dtype == "float64" else (8e-9, SINGLE.close)
+    arrays = np.full(n, -0.5), np.linspace(1, 2, n)
+    for bounds in ((0.0, 1.0), arrays, (-np.inf, arrays[1])):
+        problem = problem_of(x, delta, eps, p, *bounds)
+        wide = problem.mapped(lambda a: a.astype(float))
+        for mode in MODES:
+            v, eta, status = _careful.solve(problem, mode, True, dtype)
+            found = np.empty_like(x), np.empty_like(eta), np.full_like(status, fast.FLAGGED)
+            kernels.solve_flagged(problem, mode, found)
+            np.testing.assert_array_equal(found[2], status)
+            grows = share_that_grows(wide.x, wide.delta, eta, p, wide.lower, wide.upper)[:, None]
+            bound = close / np.maximum(grows, 1e-9) * np.abs(eta)
+            assert ((np.abs(found[1] - eta) <= bound) | np.isnan(found[1] + 0 * eta)).all(), (found[1], eta)
+            np.testing.assert_array_equal(np.isnan(found[1]), np.isnan(eta))
+            searched = (status == REGULAR)[:, 0]
+            np.testing.assert_array_equal(found[0][~searched].astype(float), v[~searched].astype(float))
+            mine, theirs = (norm64(a[searched], x[searched], p) / problem.eps[searched, 0] - 1 for a in (found[0], v))
+            assert (np.abs(mine) <= np.abs(theirs) + close_as_stored).all(), (mode, mine, theirs)
+            if mode == "at_most":
+                assert (mine <= 0).all()
+
+
+def test_carefully_only_what_is_flagged():
+    problem = problem_of(*mixed(700, "float32"), 2)
+    found = v, eta, status = kernels.solve(problem, "equal", write=True)
+    v[0], eta[0], status[0] = 7, 7, REGULAR
+    kernels.solve_flagged(problem, "equal", found)
+    assert (v[0] == 7).all()
+    assert eta[0] == 7
+    assert (status >= 0).all()
 
 
 def ordinary(kind, rows, n, dtype):
@@ -308,7 +352,7 @@ def test_a_long_row_is_converted_in_parts(dtype, monkeypatch, restored_threads):
     def solved():
         found = kernels.solve(problem, "equal", write=True)
         before = found[2].copy()
-        kernels.solve_again(problem, "equal", found)
+        kernels.solve_flagged(problem, "equal", found)
         return before, *(a.astype(float) for a in found)
 
     whole = solved()

@@ -494,14 +494,14 @@ def test_no_compiled_call_is_long(number, monkeypatch):
     pytest.importorskip("numba", reason="Numba is not installed")
     from clipaware._kernels import numba
     from clipaware._kernels.loops import FRAME
-    from clipaware._kernels.sweeps import SAMPLE
+    from clipaware._kernels.sweeps import FIRST_SAMPLE, SAMPLE
 
     launch, sizes = numba.launch, []
 
     def launched(kernel, *arguments):
         if kernel is numba.solve_rows:
             sizes.append((arguments[-1] - arguments[-2]) * arguments[2].shape[1] // 4)
-        elif arguments[0] != SAMPLE:  # a sweep over a part of a long row, which its frame describes
+        elif arguments[0] not in (FIRST_SAMPLE, SAMPLE):  # a sweep over a part of a long row, which its frame describes
             sizes.append(int(np.frombuffer(ctypes.string_at(arguments[2], FRAME.itemsize), FRAME)["n"][0]))
         return launch(kernel, *arguments)
 

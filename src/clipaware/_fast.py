@@ -17,7 +17,7 @@ from clipaware._problem import DOUBLE, HELD, REGULAR, SINGLE, SLACK, Block, Nume
 Array = Any
 Backend = Any
 
-FLAGGED = -1  # the status of a row that is not ordinary: it is tried again in float64, then by the careful lane
+FLAGGED = -1  # the status of a row that is not ordinary, which is for the careful lane
 NEWTON_PASSES = 16
 # A step this short leaves an error of about its square, which the norm as written shows.
 LOOSE_SINGLE, LOOSE_DOUBLE = 2.0**-10, 2.0**-24

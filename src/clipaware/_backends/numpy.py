@@ -20,7 +20,7 @@ from clipaware._problem import DOUBLE, SINGLE, ZERO, Block, Numerics, Problem
 
 Array = Any
 
-GROUP = 2**19  # elements that gradients, checks and the second try take at a time, and that a scratch buffer keeps
+GROUP = 2**19  # elements that gradients and checks take at a time, and that a scratch buffer keeps
 TILE = 2**17  # elements that are solved at a time, so that what operations make of them stays in the cache
 LANE = 1024  # float32 elements that are summed in float32
 SMALL = 4096  # elements up to which branches cost less than more operations
@@ -338,34 +338,17 @@ def values_are_fine(problem: Problem) -> bool:
         return bool(inside.all() and np.isfinite(problem.delta).all() and (lower <= upper).all())
 
 
-def _inside_bounds(problem: Problem) -> Problem:
-    """The problem with x clipped into its bounds; NaN where x is not finite."""
-    x = problem.x
-    with np.errstate(invalid="ignore"):
-        kept = _careful.clipped(x, problem.lower, problem.upper).astype(x.dtype)
-    return problem._replace(x=np.where(np.isfinite(x), kept, np.asarray(np.nan, x.dtype)))
-
-
 def solve_flagged_in_place(problem: Problem, mode: str, found: tuple[Array, Array, Array], dtype: str) -> None:
-    """Solve the rows that are flagged in `found`, in place.
-
-    The fast lane tries once more, in float64 and with x inside its bounds. The careful lane takes what it flags again.
-    """
+    """Solve the rows that are flagged in `found` by the careful lane, in place."""
     v, eta, status = found
-    write, compiled = v is not None, kernels()
+    compiled = kernels()
     if compiled is not None:
-        compiled.solve_again(problem, mode, found, dtype)
-    elif dtype == dtype_name(problem.x):
-        for part in _groups_of(status < 0, problem.x.shape[1]):
-            some = _inside_bounds(_rows_of(problem, part))
-            again, eta[part], status[part] = _solve_by_operations(some, mode, write, True, wide=True)
-            if write:
-                v[part] = again
+        compiled.solve_flagged(problem, mode, found, dtype)
+        return
     for part in _groups_of(status < 0, problem.x.shape[1]):
-        some = _inside_bounds(_rows_of(problem, part))
-        again, eta[part], status[part] = _careful.solve(some, mode, write, dtype)
-        if write:
-            v[part] = again
+        careful, eta[part], status[part] = _careful.solve(_rows_of(problem, part), mode, v is not None, dtype)
+        if v is not None:
+            v[part] = careful
 
 
 def solve_flagged(problem: Problem, mode: str, write: bool, dtype: str) -> tuple[Array, Array, Array]:
@@ -378,11 +361,9 @@ def solve_flagged(problem: Problem, mode: str, write: bool, dtype: str) -> tuple
     return found
 
 
-def _solve_by_operations(
-    problem: Problem, mode: str, write: bool, certify: bool, wide: bool = False
-) -> tuple[Array, Array, Array]:
-    """The fast lane without compiled kernels; if it is to be `wide`, in float64 whatever the dtype."""
-    x, numerics = problem.x, DOUBLE if wide else _numerics(problem.x)
+def _solve_by_operations(problem: Problem, mode: str, write: bool, certify: bool) -> tuple[Array, Array, Array]:
+    """The fast lane without compiled kernels."""
+    x, numerics = problem.x, _numerics(problem.x)
     rows, n = x.shape
     out: Array = np.empty_like(x, order="C") if write else None
     eta, status = np.empty((rows, 1)), np.empty((rows, 1), np.int64)
@@ -409,11 +390,15 @@ def reach(problem: Problem, dtype: str | None = None, checked: bool = True) -> A
     if not problem.x.size:
         return np.zeros((rows, 1))
     problem = problem._replace(eps=np.ones((1, 1)))
-    found, status = (np.empty((rows, 1)), np.full(rows, -1)) if compiled is None else compiled.reach(problem)
-    if checked:
-        _check_values(problem, status < 0, dtype)
-    for part in _groups_of(status < 0, problem.x.shape[1]):
-        found[part] = _careful.reach(_inside_bounds(_rows_of(problem, part)))
+    if compiled is None:
+        if checked:
+            _check_values(problem, np.full(rows, True), dtype)
+        return _careful.reach(problem)
+    found, status = compiled.reach(problem)
+    if (status < 0).any():
+        if checked:
+            _check_values(problem, status < 0, dtype)
+        compiled.solve_flagged(problem, "reach", (None, found, status))
     return found
 
 

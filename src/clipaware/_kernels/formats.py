@@ -15,15 +15,18 @@ from numba.extending import overload
 
 from clipaware._kernels.loops import FRAME_POINTER, compiled_for_c, loop, pick, pointer_to, step
 
-# What a row is stored in, and what its array is rounded to; OWN is what it is computed in.
-OWN, FLOAT16, BFLOAT16, SINGLE_FORMAT, DOUBLE_FORMAT = range(5)
-KINDS = {OWN: (0,), FLOAT16: (0,) * 2, BFLOAT16: (0,) * 3}  # formats that compiled code tells apart, by their length
-ANY_KIND = (0,) * 4
+# What a row is stored in, and what its array is rounded to. Halves are computed in float32.
+FLOAT16, BFLOAT16, SINGLE_FORMAT, DOUBLE_FORMAT = range(4)
+# Of a sweep, by the length of a tuple, which is a type: what it rounds to, beyond what it computes in.
+KINDS = {FLOAT16: (0,), BFLOAT16: (0, 0), SINGLE_FORMAT: (0, 0, 0), DOUBLE_FORMAT: (0, 0, 0)}
 
-TAKE, GIVE = (
-    -1,
-    -2,
-)  # what a conversion is for, unlike all sweeps: x and delta before a row is solved, or the array after it
+TAKE, GIVE = 0, 1  # what a conversion is for: x and delta before a row is solved, or the array after it
+
+
+@step
+def bytes_of(format):
+    """How many bytes a number takes."""
+    return 2 if format < SINGLE_FORMAT else 4 if format == SINGLE_FORMAT else 8
 
 
 @loop
@@ -46,26 +49,34 @@ def to_bfloat16(v):
     return np.int32(rounded & np.int32(~0xFFFF)).view(np.float32)
 
 
-def to_format(v, format, kind):
-    """v as it is stored in a format, which kernels know when they are compiled, by the length of the tuple `kind`, or,
-    of float64, when they run."""
+def to_format(v, kind):
+    """v as it is stored in the format of that kind."""
 
 
 @overload(to_format)
-def _to_format(v, format, kind):
-    if kind.count == 1 + OWN:
-        return lambda v, format, kind: v
-    if kind.count == 1 + FLOAT16:
-        return lambda v, format, kind: to_float16(v)
-    if kind.count == 1 + BFLOAT16:
-        return lambda v, format, kind: to_bfloat16(v)
+def _to_format(v, kind):
+    if kind.count == 1:
+        return lambda v, kind: to_float16(v)
+    if kind.count == 2:
+        return lambda v, kind: to_bfloat16(v)
+    return lambda v, kind: v
 
-    def when_run(v, format, kind):
-        single = np.float32(v)
-        half = pick(format == FLOAT16, to_float16(single), to_bfloat16(single))
-        return np.float64(pick(format == SINGLE_FORMAT, single, half))
 
-    return when_run
+@loop
+def _round_to_kind(v, kind):
+    for i in range(v.size):
+        v[i] = np.float64(to_format(np.float32(v[i]), kind))
+
+
+@step
+def round_to(format, v):
+    """Round float64 to a format."""
+    if format == FLOAT16:
+        _round_to_kind(v, (0,))
+    elif format == BFLOAT16:
+        _round_to_kind(v, (0, 0))
+    elif format == SINGLE_FORMAT:
+        _round_to_kind(v, (0, 0, 0))
 
 
 @loop
@@ -110,7 +121,7 @@ def _to_bfloat16(source, target):
 
 
 @step
-def _take(stored, address, target):
+def take(stored, address, target):
     """Fill `target` from what lies at an address in that format."""
     n = target.size
     if stored == FLOAT16:
@@ -124,7 +135,7 @@ def _take(stored, address, target):
 
 
 @step
-def _give(stored, source, address):
+def give(stored, source, address):
     """Write `source` to an address in that format."""
     n = source.size
     if stored == FLOAT16:
@@ -138,17 +149,16 @@ def _give(stored, source, address):
 
 
 @cache
-def conversion_for(dtype: Any) -> Any:
-    """Between what a row is stored in and this dtype. It has the form of a sweep; its numbers mean nothing."""
-    F = dtype.type
+def conversion() -> Any:
+    """Between halves and the float32 they are computed in. It has the form of a sweep; its numbers mean nothing."""
 
     def convert(what, K, pointer):
         frame = carray(pointer, 1)[0]
         n = frame.n
         if what == TAKE:
-            _take(frame.stored, frame.stored_x, carray(pointer_to(frame.x), n, F))
-            _take(frame.stored, frame.stored_delta, carray(pointer_to(frame.delta), n, F))
+            take(frame.stored, frame.stored_x, carray(pointer_to(frame.x), n, np.float32))
+            take(frame.stored, frame.stored_delta, carray(pointer_to(frame.delta), n, np.float32))
         else:
-            _give(frame.stored, carray(pointer_to(frame.out), n, F), frame.stored_out)
+            give(frame.stored, carray(pointer_to(frame.out), n, np.float32), frame.stored_out)
 
     return compiled_for_c(types.void(types.int64, types.float64, FRAME_POINTER), convert)

@@ -23,11 +23,12 @@ ORDERS = {1.0: (0,), 1.5: (0,) * 2, 2.0: (0,) * 3, 3.0: (0,) * 4, 4.0: (0,) * 5,
 ANY_ORDER = (0,) * 7
 
 # A frame describes a row and receives the three numbers that a sweep finds. Functions that are called by their address
-# take a pointer to one. The array is `rounded` to a format. A row that is `stored` in another one than it is computed
-# in is converted from there and back (`formats.py`).
+# take a pointer to one. A row that is `stored` in another format than it is computed in is converted from there and
+# back (`formats.py`). What follows that belongs to the careful lane.
 FRAME = np.dtype(
-    [(name, np.int64) for name in ("x", "delta", "lower", "upper", "out", "n", "write", "rounded")]
+    [(name, np.int64) for name in ("x", "delta", "lower", "upper", "out", "n", "write")]
     + [(name, np.int64) for name in ("stored", "stored_x", "stored_delta", "stored_out")]
+    + [(name, np.int64) for name in ("rounded", "bounds_are_arrays", "blocks", "loaded", "down", "unit", "back")]
     + [(name, np.float64) for name in ("p", "one", "two", "three")],
     align=True,
 )
@@ -87,6 +88,16 @@ def pointer_to(typing, address):
         return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
 
     return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def pointer_to_frame(typing, address):
+    """A pointer to the frame at an address."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(FRAME_POINTER))
+
+    return FRAME_POINTER(types.int64), generate
 
 
 @intrinsic

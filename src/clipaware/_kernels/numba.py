@@ -13,17 +13,9 @@ import numpy as np
 
 from clipaware._kernels import threads
 from clipaware._kernels.backward import pull_rows
+from clipaware._kernels.careful import careful_sweep, solve_flagged_rows
 from clipaware._kernels.fast import MODES, LongRow, Rules, solve_row, solve_rows
-from clipaware._kernels.formats import (
-    BFLOAT16,
-    DOUBLE_FORMAT,
-    FLOAT16,
-    GIVE,
-    OWN,
-    SINGLE_FORMAT,
-    TAKE,
-    conversion_for,
-)
+from clipaware._kernels.formats import BFLOAT16, DOUBLE_FORMAT, FLOAT16, GIVE, SINGLE_FORMAT, TAKE, conversion
 from clipaware._kernels.grid import (
     count_by_table,
     count_steps,
@@ -36,7 +28,7 @@ from clipaware._kernels.grid import (
 )
 from clipaware._kernels.loops import ANY_ORDER, FRAME, ORDERS
 from clipaware._kernels.parts import look_at_rows, measure_rows, move_rows, tally_rows
-from clipaware._kernels.sweeps import LOOK, SAMPLE, sweep_for
+from clipaware._kernels.sweeps import CORNER, FIRST_SAMPLE, SAMPLE, sweep_for
 from clipaware._problem import Problem
 
 Array = Any
@@ -102,20 +94,15 @@ def rows_of(a: Array, part: slice, rows: int) -> Array:
     return a if len(a) == 1 < rows else a[part]
 
 
-# --- the fast lane ----------------------------------------------------------------------------------------------------
+# --- the two lanes ----------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=256)
-def rules_for(
-    p: float, mode: str, write: bool, certify: bool, dtype: Any, to: str | None = None, again: bool = False
-) -> Rules:
+def rules_for(p: float, mode: str, write: bool, certify: bool, dtype: Any, to: str | None = None) -> Rules:
     """The rules for arrays of a dtype, of which v is rounded `to` another one if that is named."""
-    in_memory = FORMATS.get(dtype, BFLOAT16)
-    single = in_memory != DOUBLE_FORMAT and not again
-    own = in_memory == (SINGLE_FORMAT if single else DOUBLE_FORMAT)
-    rounded = BFLOAT16 if to == "bfloat16" else OWN if own else in_memory
-    stored = OWN if own and not again else in_memory
-    return Rules(p, MODES[mode], write, certify or mode != "equal", rounded, stored, single, again)
+    stored = FORMATS.get(dtype, BFLOAT16)
+    rounded = BFLOAT16 if to == "bfloat16" else stored
+    return Rules(p, MODES[mode], write, certify or mode != "equal", rounded, stored, stored != DOUBLE_FORMAT)
 
 
 @lru_cache(maxsize=256)
@@ -135,49 +122,65 @@ def solve(
     found = np.empty(x.shape, x.dtype) if write else None, np.empty((len(x), 1)), np.empty((len(x), 1), np.int64)
     if takes_as_is(x, x.dtype) and takes_as_is(problem.delta, x.dtype):
         _solve(problem, found, rules)
-    else:
-        _solve_in_groups(problem, found, rules)
+        return found
+    for part in groups(*x.shape):
+        some, found_there = _rows_taken(problem, found, part)
+        _solve(some, found_there, rules)
     return found
 
 
-def solve_again(problem: Problem, mode: str, found: tuple[Array, Array, Array], dtype: str | None = None) -> None:
-    """Solve the rows that are flagged in `found`, in place: in float64, where powers neither overflow nor vanish.
-
-    An x outside its bounds is taken to be on them.
-    """
-    rules = rules_for(problem.p, mode, found[0] is not None, True, problem.x.dtype, dtype, True)
-    _solve_in_groups(problem, found, rules)
-
-
-def _solve_in_groups(problem: Problem, found: tuple[Array, Array, Array], rules: Rules) -> None:
-    """Some rows at a time, since arrays may have to be copied for compiled code."""
-    x, rows = problem.x, len(problem.x)
+def solve_flagged(problem: Problem, mode: str, found: tuple[Array, Array, Array], dtype: str | None = None) -> None:
+    """Solve the rows that are flagged in `found` by the careful lane, in place. Rows that make no sense become NaN."""
     v, eta, status = found
-    for part in groups(rows, x.shape[1]):
-        if rules.again and (status[part] >= 0).all():
-            continue
-        some = problem.mapped(partial(rows_of, part=part, rows=rows))
-        some = some._replace(x=taken(some.x, x.dtype), delta=taken(some.delta, x.dtype))
-        _solve(some, (None if v is None else v[part], eta[part], status[part]), rules)
+    rules = rules_for(problem.p, mode, v is not None, True, problem.x.dtype, dtype)._replace(single=False)
+    for part in groups(*problem.x.shape):
+        if (status[part] < 0).any():
+            some, found_there = _rows_taken(problem, found, part)
+            arrays = _as_bytes(_arrays_for_kernel(some, found_there, np.dtype(np.float64)))
+            given = careful_sweep().address, *arrays, _as_numbers(rules)
+            _run(partial(launch_rows, solve_flagged_rows, given), *some.x.shape)
+    if v is not None:
+        v[np.isnan(eta[:, 0])] = math.nan
 
 
-def _solve(problem: Problem, found: tuple[Array, Array, Array], rules: Rules) -> None:
-    """Solve a problem whose x and delta compiled code takes as they are, over as many threads as pay."""
+def _rows_taken(problem: Problem, found: tuple[Any, ...], part: slice) -> tuple[Problem, tuple[Any, ...]]:
+    """Some rows of a problem, as compiled code takes them, and the places for what is found."""
+    some = problem.mapped(partial(rows_of, part=part, rows=len(problem.x)))
+    dtype = some.x.dtype
+    some = some._replace(x=taken(some.x, dtype), delta=taken(some.delta, dtype))
+    return some, tuple(None if a is None else a[part] for a in found)
+
+
+def _arrays_for_kernel(problem: Problem, found: tuple[Any, ...], working: Any) -> tuple[Array, ...]:
+    """A problem whose x and delta compiled code takes as they are, with bounds in the dtype that is computed in."""
     x, delta, eps, lower, upper = problem.arrays()
-    (rows, n), working = x.shape, np.dtype(np.float32 if rules.single else np.float64)
-    bounds = taken_bounds(lower, upper, n, working)
     v, eta, status = found
-    arrays = x, delta, *bounds, taken(eps, np.float64), x if v is None else v, eta, status
-    sweep = sweep_for(working, rules.p, bounds[0].shape[1] > 1, rules.rounded if rules.write else OWN)
-    conversion = None if rules.stored == OWN else conversion_for(working)
+    bounds = taken_bounds(lower, upper, x.shape[1], working)
+    return x, delta, *bounds, taken(eps, np.float64), x if v is None else v, eta, status
+
+
+def _solve(problem: Problem, found: tuple[Any, ...], rules: Rules) -> None:
+    """The fast lane, over as many threads as pay."""
+    rows, n = problem.x.shape
+    working = np.dtype(np.float32 if rules.single else np.float64)
+    arrays = _arrays_for_kernel(problem, found, working)
+    sweep = sweep_for(working, rules.p, arrays[2].shape[1] > 1, rules.rounded if rules.write else SINGLE_FORMAT)
+    convert = conversion() if rules.stored < SINGLE_FORMAT else None
     if n >= HUGE or (n >= LONG and rows < 2 * threads.count() > 2):
-        _solve_long(sweep, conversion, arrays, rules)
+        _solve_long(sweep, convert, arrays, rules)
         return
-    given = sweep.address, 0 if conversion is None else conversion.address, *_as_bytes(arrays), _as_numbers(rules)
+    given = sweep.address, 0 if convert is None else convert.address, *_as_bytes(arrays), _as_numbers(rules)
+    _run(partial(launch_rows, solve_rows, given), rows, n)
+
+
+def _run(work: Callable[[tuple[int, int]], None], rows: int, n: int) -> None:
+    """Do the work, which is given the first of some rows and the one after the last, over as many threads as pay."""
     if rows * n < LARGE:
-        launch(solve_rows, *given, 0, rows)
+        work((0, rows))
+    elif n >= HUGE:  # so that Ctrl-C is heard
+        threads.run_apart(partial(threads.run, work, split(rows, n)))
     else:
-        threads.run(partial(launch_rows, solve_rows, given), split(rows, n))
+        threads.run(work, split(rows, n))
 
 
 def _as_bytes(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -185,24 +188,22 @@ def _as_bytes(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
     return x.view(BYTES), delta.view(BYTES), lower.view(BYTES), upper.view(BYTES), eps, out.view(BYTES), eta, status
 
 
-def _solve_long(sweep: Any, conversion: Any, arrays: tuple[Array, ...], rules: Rules) -> None:
+def _solve_long(sweep: Any, convert: Any, arrays: tuple[Array, ...], rules: Rules) -> None:
     """Few long rows: one after the other, each sweep in parts."""
     x, delta, lower, upper, eps, out, eta, status = arrays
-    n, copies = x.shape[1], np.empty((0 if conversion is None else 3, x.shape[1]), lower.dtype)
+    n, copies = x.shape[1], np.empty((0 if convert is None else 3, x.shape[1]), lower.dtype)
     with np.errstate(all="ignore"):  # as in compiled code, with NumPy's numbers
         for i in range(len(x)):
-            if rules.again and status[i, 0] >= 0:
-                continue
             stored = [a[i] for a in (x, delta, out)]
-            row = [*(stored if conversion is None else copies), *(a[i if len(a) > 1 else 0] for a in (lower, upper))]
+            row = [*(stored if convert is None else copies), *(a[i if len(a) > 1 else 0] for a in (lower, upper))]
             frames = _frames_of_parts(row, stored, rules)
-            if conversion is not None:
-                _sweep_in_parts(conversion, frames, rules, TAKE, 0.0)
+            if convert is not None:
+                _sweep_in_parts(convert, frames, rules, TAKE, 0.0)
             swept = LongRow(partial(_sweep_in_parts, sweep, frames, rules), n)
             found = solve_row(swept, eps[i if len(eps) > 1 else 0, 0], rules)  # type: ignore[no-untyped-call]
             status[i, 0], eta[i, 0] = found
-            if conversion is not None and rules.write and status[i, 0] >= 0:
-                _sweep_in_parts(conversion, frames, rules, GIVE, 0.0)
+            if convert is not None and rules.write and status[i, 0] >= 0:
+                _sweep_in_parts(convert, frames, rules, GIVE, 0.0)
 
 
 def _frames_of_parts(row: list[Array], stored: list[Array], rules: Rules) -> Array:
@@ -214,8 +215,8 @@ def _frames_of_parts(row: list[Array], stored: list[Array], rules: Rules) -> Arr
     for frame, (start, stop) in zip(frames, [*pairwise(edges), (0, n)], strict=True):
         for name, a in zip(names, (*row, *stored), strict=True):
             frame[name] = a.ctypes.data + (start * a.itemsize if a.size > 1 else 0)
-        frame["n"], frame["p"], frame["stored"] = stop - start, rules.p, rules.stored
-        frame["write"], frame["rounded"] = rules.write, rules.rounded
+        frame["n"], frame["p"] = stop - start, rules.p
+        frame["stored"], frame["write"] = rules.stored, rules.write
     return frames
 
 
@@ -226,14 +227,14 @@ def _sweep_in_parts(sweep: Any, frames: Array, rules: Rules, what: int, K: float
     def go_over(k: int) -> None:
         launch(sweep.ctypes, what, K, ctypes.cast(frames[k:].ctypes.data, kind))
 
-    if what == SAMPLE:
+    if what in (SAMPLE, FIRST_SAMPLE):
         go_over(len(frames) - 1)
         found = frames[-1:]
     else:
         threads.run(go_over, range(len(frames) - 1))
         found = frames[:-1]
     one, two = (found[name].max() if rules.p == math.inf else found[name].sum() for name in ("one", "two"))
-    return one, two, found["three"].sum() if what == LOOK else found["three"].max()
+    return one, two, found["three"].max() if what == CORNER or rules.p == math.inf else found["three"].sum()
 
 
 def reach(problem: Problem) -> tuple[Array, Array]:
@@ -280,8 +281,7 @@ def vjp(
         ]
         found = tuple(mine), bound_sums[part], eps_bar[part]
         arrays = given, per_row, cotangents, *found, problem.p, ORDERS.get(problem.p, ANY_ORDER)
-        work = partial(threads.run, partial(launch_rows, pull_rows, arrays), split(height, n))
-        threads.run_apart(work) if n >= HUGE else work()
+        _run(partial(launch_rows, pull_rows, arrays), height, n)
         if not direct:
             with np.errstate(over="ignore"):  # in float16
                 for bar, of_part in zip(bars, mine, strict=True):
@@ -384,7 +384,7 @@ def move(x: Array, delta: Array, lower: Array, upper: Array, K: Array, dm: Array
     arrays = _tile(x, delta, lower, upper)
     out = np.empty(x.shape, arrays[0].dtype)
     numbers = (taken(np.broadcast_to(a, (len(x), 1))[:, 0], out.dtype) for a in (K, dm))
-    launch(move_rows, *arrays, *numbers, OWN if x.dtype.itemsize > 2 else FORMATS.get(x.dtype, BFLOAT16), out)
+    launch(move_rows, *arrays, *numbers, FORMATS.get(x.dtype, BFLOAT16), out)
     return out
 
 
@@ -396,15 +396,8 @@ def measure_moves(
     found = np.zeros((len(x), K.shape[1]))
     numbers = taken(np.broadcast_to(inv, found.shape), np.float64), taken(K, arrays[0].dtype)
     along = *numbers, taken(np.broadcast_to(dm, (len(x), 1))[:, 0], arrays[0].dtype)
-    launch(
-        measure_rows,
-        *arrays,
-        *along,
-        OWN if x.dtype.itemsize > 2 else FORMATS.get(x.dtype, BFLOAT16),
-        p,
-        ORDERS.get(p, ANY_ORDER),
-        found,
-    )
+    order = ORDERS.get(p, ANY_ORDER)
+    launch(measure_rows, *arrays, *along, FORMATS.get(x.dtype, BFLOAT16), p, order, found)
     return found
 
 

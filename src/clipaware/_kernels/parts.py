@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from clipaware._kernels.formats import FLOAT16, OWN, to_bfloat16, to_float16
+from clipaware._kernels.formats import FLOAT16, SINGLE_FORMAT, to_bfloat16, to_float16
 from clipaware._kernels.loops import at, bits_of, cut, entry, float_of, loop, of_row, pick, plus, raised, step, type_of
 
 LANE = 4096  # elements that are moved at a time
@@ -169,7 +169,7 @@ def _kept(x, a, b, here):
 
 @step
 def _move(here, delta, a, b, K, dm, grid, out):
-    if grid == OWN:
+    if grid >= SINGLE_FORMAT:
         _write(here, delta, a, b, out, K, dm)
     else:
         _write_half(here, delta, a, b, out, K, dm, grid)
@@ -224,7 +224,7 @@ def measure_rows(x, delta, lower, upper, inv, K, dm, grid, p, order, found):
     here, out = np.empty(LANE, x.dtype), np.empty(LANE, x.dtype)
     for i in range(x.shape[0]):
         a, b = of_row(lower, i), of_row(upper, i)
-        if grid != OWN and p <= 4:
+        if grid < SINGLE_FORMAT and p <= 4:
             _changes(x[i], delta[i], a, b, inv[i, 0], K[i], dm[i], grid, p, order, found[i])
             for k in range(1, K.shape[1]):
                 found[i, k] += found[i, k - 1]
