@@ -102,15 +102,15 @@ FAULTS = [
     Fault(
         "the search never halves",
         "_careful.py",
-        "guess = np.clip(line + np.where(line < middle, push, -push), middle - radius, middle + radius)",
-        "guess = line",
+        "np.where((low > 0) & (high < INFINITE), low + (high - low) // 2, outward.view(np.int64))",
+        "outward.view(np.int64)",
         of("numpy-operations", "values edges", "geometric or three_hundred or tails or coarse"),
     ),
     Fault(
         "a search that does not move its upper end",
         "_careful.py",
-        "high, above = np.where(exact | ~under, bits, high)",
-        "high, above = np.where(exact, bits, high)",
+        "np.where(exact | ~under, bits, high)",
+        "np.where(exact, bits, high)",
         EDGES,
     ),
     Fault(
@@ -285,8 +285,8 @@ FAULTS = [
     Fault(
         "x outside its bounds is an ordinary row",
         "_fast.py",
-        "~((self.below <= 0) & (self.above >= 0))",
-        "~((self.below <= 0) | (self.above >= 0))",
+        "be.minimum(-self.below, self.above)) <= 0",
+        "-self.below) <= 0",
         of("numpy-operations", "errors edges"),
     ),
     Fault(
@@ -313,7 +313,7 @@ FAULTS = [
     Fault(
         "Newton's step by all that there is",
         "_fast.py",
-        "be.row_sum(be.where(z == move, powers, 0.0))",
+        "be.row_dot(powers, be.cast_like(z == move, z))",
         "be.row_sum(powers)",
         "tests/test_kernels.py -k 'take_ordinary and operations and 784-2'",
     ),
@@ -681,8 +681,8 @@ FAULTS = [
     Fault(
         "compiled powers lose a digit in four",
         "_kernels/loops.py",
-        "tail = 1 / 120 + f * (",
-        "tail = 1 / 12 + f * (",
+        "f * 1.531008115456696e-05",
+        "f * 1.5e-06",
         "tests/test_kernels.py -k test_power",
     ),
     Fault(
@@ -744,15 +744,15 @@ FAULTS = [
     Fault(
         "halves are rounded up at every tie",
         "_kernels/formats.py",
-        " + ((bits >> np.int32(13)) & np.int32(1)))",
+        " + ((bits >> np.int32(16)) & np.int32(1)))",
         " + np.int32(1))",
         "tests/test_kernels.py -k rounding_to_half",
     ),
     Fault(
         "subnormal halves are rounded to twice their spacing",
         "_kernels/formats.py",
-        "(v + np.float32(0.75)) - np.float32(0.75)",
-        "(v + np.float32(1.5)) - np.float32(1.5)",
+        "power, np.float32(2.0**-14))",
+        "power, np.float32(2.0**-13))",
         "tests/test_kernels.py -k 'rounding_to_half and float16'",
     ),
     Fault(
@@ -850,8 +850,8 @@ FAULTS = [
     Fault(
         "by blocks, bounds of the first block",
         "_kernels/careful.py",
-        "(8 * start, x.size) if frame.bounds_are_arrays",
-        "(0, x.size) if frame.bounds_are_arrays",
+        "low, high = low + 8 * start, high + 8 * start",
+        "low, high = low + 0 * start, high + 0 * start",
         BY_BLOCKS.format("5000-2.7-float32"),
     ),
     Fault(

@@ -4,7 +4,7 @@ What a user holds is the array as stored. Element by element, ``|round(clip(x + 
 K, so its norm is a step function of K that never decreases, and the array nearest to eps is the better of two
 neighbouring K. The scale eta is found in the same way, with the norm before rounding. Both are searched for over the
 bit patterns of float64, which are in the order of the numbers: halving an interval of them ends after 64 tries at any
-scale. Tangents and straight lines make most searches shorter, and are never trusted.
+scale. A tangent's step from a guess makes most searches shorter, and is never trusted.
 
 A row is scaled by exact powers of two, eps to about 1 and the largest |delta| to about 2^500, so that nothing
 overflows. Rows are taken in groups, since all that is derived from them takes many times their memory.
@@ -36,7 +36,7 @@ GROUP = 2**16  # elements that are solved together
 # The largest |delta| is scaled to this power of two: smaller elements may need a K that is larger by far. What is 450
 # orders of magnitude smaller is lost.
 TOP = 500
-MOST_TRIES = 128
+MOST_TRIES = 192  # 64 halvings, after as many steps from one side as can be
 INFINITE = int(np.float64(np.inf).view(np.int64))
 MOST = float(np.finfo(np.float64).max)
 
@@ -125,32 +125,19 @@ def nearest(
     ``norm_at(K)`` never decreases. ``share_at(K)`` is d log(norm)/d log(K), or a guess at it. Numbers are compared, and
     intervals halved, by their bit patterns.
     """
-    low, high = np.zeros(aim.shape, np.int64), np.full(aim.shape, INFINITE)
-    below, above = np.full(aim.shape, -1.0), np.full(aim.shape, np.inf)
-    widest, halvings, bits = np.zeros(aim.shape), np.zeros(aim.shape), K.view(np.int64)
+    low, high, bits = np.zeros(aim.shape, np.int64), np.full(aim.shape, INFINITE), K.view(np.int64)
     for count in range(MOST_TRIES):
         K = bits.view(np.float64)
         off = norm_at(K) / aim - 1
         exact, under = abs(off) <= close, off <= 0
-        low, below = np.where(exact | under, bits, low), np.where(under, off, below)
-        high, above = np.where(exact | ~under, bits, high), np.where(under, above, np.minimum(off, 1e30))
-        width = (high - low).astype(np.float64)
-        if (width <= 1).all():
+        low, high = np.where(exact | under, bits, low), np.where(exact | ~under, bits, high)
+        if (high - low <= 1).all():
             break
         # Until there are two sides: a tangent's step, and a little more each time that it was too short.
-        step = np.clip(off / share_at(K), -8.0, 8.0)
-        outward = np.where(under, K * (1 - step + 2.0 ** (2 * count - 52)), K / (1 + step + 2.0 ** (2 * count - 52)))
-        # Between them: the ITP method of Oliveira and Takahashi (2020), never one step more than halving would take.
-        between = (low > 0) & (high < INFINITE)
-        widest = np.where(between & (widest == 0), width, widest)
-        # Counted from low, which takes more digits than a float has.
-        middle, line = width / 2, width * (below / (below - above))
-        push = np.minimum(0.2 * width * width / np.maximum(widest, 1), abs(middle - line))
-        radius = np.maximum(2.0 ** (np.ceil(np.log2(np.maximum(widest, 1))) - halvings) - width / 2, 0)
-        guess = np.clip(line + np.where(line < middle, push, -push), middle - radius, middle + radius)
-        halvings = np.where(between, halvings + 1, 0)
-        guess = np.where(between, low + np.nan_to_num(guess).astype(np.int64), np.minimum(outward, MOST).view(np.int64))
-        bits = np.where(width <= 1, low, np.clip(guess, low + 1, high - 1))
+        step, more = np.clip(off / share_at(K), -8.0, 8.0), 2.0 ** (2 * count - 52)
+        outward = np.minimum(np.where(under, K * (1 - step + more), K / (1 + step + more)), MOST)
+        bits = np.where((low > 0) & (high < INFINITE), low + (high - low) // 2, outward.view(np.int64))
+        bits = np.where(high - low <= 1, low, np.clip(bits, low + 1, high - 1))
     return low.view(np.float64), np.minimum(high, INFINITE - 1).view(np.float64)
 
 

@@ -63,10 +63,10 @@ class Rows:
     def flagged(self) -> Array:
         """Rows with an x outside its bounds, with values that are not finite, or with an eps near the ends of range."""
         be = self.be
-        wrong = be.cast_like(~((self.below <= 0) & (self.above >= 0)), self.x)
+        inside = be.row_max(-be.minimum(-self.below, self.above)) <= 0
         target = self.eps ** (1.0 if self.p == math.inf else self.p)
         safe = (target > 1 / self.safe) & (target < self.safe) & (self.eps > self.numerics.least)
-        return ~((be.row_max(wrong) <= 0) & safe)
+        return ~(inside & safe)
 
     def newton(self, flagged: Array, certify: bool) -> tuple[Array, Array, Array]:
         """K, the share of eps^p that still grows with it, and which rows are flagged."""
@@ -80,7 +80,7 @@ class Rows:
             move = self.delta * self.narrow(K)
             z = be.clip(move, self.below, self.above)
             powers = self.powers(z)
-            F, A = be.row_sum(powers), be.row_sum(be.where(z == move, powers, 0.0))
+            F, A = be.row_sum(powers), be.row_dot(powers, be.cast_like(z == move, z))
             right = settled & (abs(F / target - 1) <= p * self.numerics.close / 4)
             grows = (A > target / self.safe) | (F > target)  # or is too far, beyond where anything grows
             lost = ~done & ~(grows & (F < self.safe) & self.within_range(K))

@@ -42,7 +42,10 @@ sign = np.sign
 signbit = np.signbit
 
 
-clip = np.clip
+def clip(a: Array, lower: Array, upper: Array) -> Array:
+    """a inside its bounds; np.clip takes three times as long for bounds per element."""
+    inside = np.maximum(a, lower)
+    return np.minimum(inside, upper, out=inside)
 
 
 _kept = threading.local()  # buffers, a few megabytes per thread, that the next call finds again
@@ -66,10 +69,12 @@ def scratch(key: Any, like: Array, dtype: Any) -> Array:
 
 def where(condition: Array, yes: Array, no: Array) -> Array:
     """np.where; on large arrays by bits, since its branches cost far more than the arithmetic."""
-    dtype = np.result_type(yes, no)
     if isinstance(yes, float) and no.dtype.itemsize == 2:
-        yes, dtype = no.dtype.type(yes), no.dtype  # NumPy has no rule for a number beside bfloat16
-    if condition.size < SMALL or dtype.kind != "f" or dtype.itemsize == 2:
+        yes = no.dtype.type(yes)  # NumPy has no rule for a number beside bfloat16
+    if condition.size < SMALL:
+        return np.where(condition, yes, no)
+    dtype = np.result_type(yes, no)
+    if dtype.kind != "f" or dtype.itemsize == 2:
         return np.where(condition, yes, no)
     integer: Any = np.int32 if dtype.itemsize == 4 else np.int64
     mask = condition.astype(integer)

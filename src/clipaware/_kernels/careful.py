@@ -23,6 +23,7 @@ from clipaware._kernels.loops import (
     FRAME,
     FRAME_POINTER,
     ORDERS,
+    QUICK_ORDER,
     bits_of,
     compiled_for_c,
     entry,
@@ -44,7 +45,7 @@ FAR = 1e300  # no K is larger, and none that is searched from smaller than its r
 # close to eps the norm has to be, before rounding and as stored.
 OF_SINGLE = SINGLE.ulp, SINGLE.least, 1e-9, SINGLE.close / 2
 OF_DOUBLE = DOUBLE.ulp, DOUBLE.least, DOUBLE.ulp, DOUBLE.close / 2
-TWO = ORDERS[2.0]
+SQUARES = ORDERS[2.0]
 
 
 # --- loops over a block -----------------------------------------------------------------------------------------------
@@ -164,9 +165,17 @@ def _load(frame, start, x, delta, ahead, room, lower, upper):
     offset = start * bytes_of(frame.stored)
     take(frame.stored, frame.stored_x + offset, x)
     take(frame.stored, frame.stored_delta + offset, delta)
-    offset, length = (8 * start, x.size) if frame.bounds_are_arrays else (0, 1)
-    lower[:] = carray(pointer_to(frame.lower + offset), length, np.float64)
-    upper[:] = carray(pointer_to(frame.upper + offset), length, np.float64)
+    low, high = frame.lower, frame.upper
+    if frame.bounds_are_arrays:
+        low, high = low + 8 * start, high + 8 * start
+    if (low, high) != (frame.low, frame.high):  # most rows have those of the row before
+        frame.low, frame.high = low, high
+        for bound, address in ((lower, low), (upper, high)):
+            if frame.bounds_are_arrays:
+                take(DOUBLE_FORMAT, address, bound[: x.size])
+            else:
+                bound[:] = carray(pointer_to(address), 1, np.float64)[0]
+    lower, upper = lower[: x.size], upper[: x.size]
     _look_ahead(x, delta, lower, upper, two_factors(frame.down), two_factors(frame.unit), ahead, room)
     frame.loaded = start
 
@@ -182,29 +191,38 @@ def _store(frame, K, start, x, delta, ahead, v):
 
 
 @step
-def _sums(what, delta, room, z, K, per, p):
+def _sums(what, delta, room, z, K, per, p, order):
     """The sums of `_powers`; of z, what is not clipped counts as nothing."""
     if what == CAREFUL_UNROUNDED:
-        if p == 2:
-            return _powers(delta, room, K, per, p, TWO)
-        return _powers(delta, room, K, per, p, ANY_ORDER)
-    return _powers_of(z, per, p, TWO) if p == 2 else _powers_of(z, per, p, ANY_ORDER), 0.0, 0.0
+        return _powers(delta, room, K, per, p, order)
+    return _powers_of(z, per, p, order), 0.0, 0.0
+
+
+@step
+def _sums_of(frame, what, delta, room, z, K, per):
+    """The same for a row's p."""
+    p = frame.p
+    if p == 2:
+        return _sums(what, delta, room, z, K, per, p, SQUARES)
+    if frame.exact:
+        return _sums(what, delta, room, z, K, per, p, ANY_ORDER)
+    return _sums(what, delta, room, z, K, per, p, QUICK_ORDER)
 
 
 def _sweep(what, K, pointer):
     """Find a norm in the unit of eps and d log(norm)/d log(K), or what `_look` or `_extremes` finds, over all blocks.
 
-    The norm is taken in units of the largest element so far, unless p is 1 or 2: then nothing that matters vanishes.
+    The norm is taken in units of the largest element so far, unless p is 2: then nothing that matters vanishes.
     """
     frame = carray(pointer, 1)[0]
     p, blocks = frame.p, carray(pointer_to(frame.blocks), (7, BLOCK), np.float64)
     one, two, three = 0.0, 0.0, 0.0
-    unit, F, A, count = 1.0 if p <= 2 else 0.0, 0.0, 0.0, 0.0
+    unit, F, A, count = 1.0 if p == 2 else 0.0, 0.0, 0.0, 0.0
     for start in range(0, frame.n, BLOCK):
         m = min(BLOCK, frame.n - start)
         x, delta, ahead, room, v = blocks[0, :m], blocks[1, :m], blocks[2, :m], blocks[3, :m], blocks[4, :m]
         if frame.loaded != start:
-            _load(frame, start, x, delta, ahead, room, blocks[5, :m], blocks[6, :m])
+            _load(frame, start, x, delta, ahead, room, blocks[5], blocks[6])
         if what == LOOK:
             top, most, squares = _look(x, delta, room)
             one, two, three = max(one, top), max(two, most), three + squares
@@ -215,12 +233,12 @@ def _sweep(what, K, pointer):
             if what == CAREFUL_STORED:
                 largest = _store(frame, K, start, x, delta, ahead, v)
             else:
-                largest = _furthest(delta, room, K) if p > 2 else 0.0
-            if p > 2 and largest > unit:
+                largest = _furthest(delta, room, K) if p != 2 else 0.0
+            if p != 2 and largest > unit:
                 smaller = (unit / largest) ** p
                 unit, F, A = largest, F * smaller, A * smaller
             if p < np.inf and 1e-300 < unit < np.inf:
-                f, a, c = _sums(what, delta, room, v, K, 1 / unit, p)
+                f, a, c = _sums_of(frame, what, delta, room, v, K, 1 / unit)
                 F, A, count = F + f, A + a, count + c
             one = unit if p == np.inf or unit == np.inf else unit * root_of(F, p)
             two = 1.0 if p == np.inf else max(A / F, 1e-300) if F > 0 and count > 0 else min(count, 1.0)
@@ -291,8 +309,10 @@ def solve_row(row, eps, rules):
         return ZERO if top <= 0 else AT_ZERO, 0.0
     # An eps that is far out of reach, being more than the sum of all rooms, takes the unit of the largest room instead.
     within = mode != REACH and (room <= 0 or eps <= room * row.n)
-    unit, down = -exponent_of(eps if within else room), TOP - exponent_of(top)
-    set_units(row, down, unit, -unit)
+    unit, down = 0, 0  # whatever 32 bits can hold is far from the ends of float64
+    if rules.stored == DOUBLE_FORMAT:
+        unit, down = -exponent_of(eps if within else room), TOP - exponent_of(top)
+        set_units(row, down, unit, -unit)
     if mode == REACH:
         return REGULAR, math.ldexp(norm_at(row, CAREFUL_UNROUNDED, np.inf, p)[0], -unit)
     usual = math.sqrt(squares / row.n)
@@ -318,6 +338,8 @@ def solve_flagged_rows(sweep, x, delta, lower, upper, eps, out, eta, status, num
     frame = frames[0]
     frame.stored, frame.rounded, frame.write, frame.p = rules.stored, rules.rounded, rules.write, rules.p
     frame.n, frame.bounds_are_arrays = x.shape[1] // bytes_of(rules.stored), lower.shape[1] > 8
+    # What is stored in 32 bits cannot tell quick powers from exact ones; the margin of at_most can.
+    frame.exact = rules.stored == DOUBLE_FORMAT or rules.mode == AT_MOST
     frame.blocks = blocks.ctypes.data
     row = Row(sweep, frames.ctypes.data, frame.n)
     starts = x.ctypes.data, delta.ctypes.data, lower.ctypes.data, upper.ctypes.data, out.ctypes.data

@@ -178,7 +178,7 @@ def newton(row, eps, rules):
     F, A, squares = swept(row, FIRST, K)
     if not squares < np.inf:
         return FLAGGED, 0.0, 0.0
-    if not 1 / safe < target < safe:
+    if not (1 / safe < target < safe and squares > 0):
         return FLAGGED_SOUND, 0.0, 0.0
     if not A > 0:  # a row without a sample, or one that the sample misjudged
         K = in_dtype(naive_scale(target, squares, row.n, p), single)

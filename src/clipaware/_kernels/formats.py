@@ -32,13 +32,12 @@ def bytes_of(format):
 @loop
 def to_float16(v):
     """v, a float32, rounded to float16."""
-    bits = np.float32(v).view(np.int32)
-    rounded = np.int32(bits + np.int32(0xFFF) + ((bits >> np.int32(13)) & np.int32(1)))
-    normal = np.int32(rounded & np.int32(~0x1FFF)).view(np.float32)
-    # Below its normal numbers are multiples of 2^-24, the spacing of float32 from 1/2 to 1.
-    small = (v + np.float32(0.75)) - np.float32(0.75)
-    normal = pick(abs(v) < np.float32(65520), normal, v * np.float32(np.inf))
-    return pick(abs(v) < np.float32(2.0**-14), small, normal)
+    # Its spacing there is that of float32 beside a number that is 1.5*2^13 times as large as v's power of two. Below
+    # its normal numbers the spacing stays the same.
+    power = np.int32(np.float32(v).view(np.int32) & np.int32(0x7F800000)).view(np.float32)
+    large = pick(power > np.float32(2.0**-14), power, np.float32(2.0**-14)) * np.float32(1.5 * 2.0**13)
+    rounded = (v + large) - large
+    return pick(abs(v) < np.float32(65520), rounded, v * np.float32(np.inf))
 
 
 @loop
