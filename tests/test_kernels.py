@@ -156,7 +156,7 @@ def test_the_compiled_careful_lane_is_the_careful_lane(n, p, dtype):
     eps[8] *= -1
     # How close the norm gets to eps, at eta and as stored.
     close, close_as_stored = (8 * ULP["float64"], DOUBLE.close) if dtype == "float64" else (8e-9, SINGLE.close)
-    arrays = np.full(n, -0.5), np.linspace(1, 2, n)
+    arrays = np.linspace(-0.5, -1, n), np.linspace(1, 2, n)
     for bounds in ((0.0, 1.0), arrays, (-np.inf, arrays[1])):
         problem = problem_of(x, delta, eps, p, *bounds)
         wide = problem.mapped(lambda a: a.astype(float))
@@ -421,6 +421,12 @@ def powers(z, p, out):
         out[i] = loops.power(z[i], p)
 
 
+@njit
+def whole_powers(z, p, out):
+    for i in range(z.size):
+        out[i] = loops.whole_power(z[i], p)
+
+
 @pytest.mark.parametrize("p", [0.3, 1.0, 1.3, 2.7, 10.0, 50.0])
 def test_power(p):
     rng = np.random.default_rng(0)
@@ -433,6 +439,43 @@ def test_power(p):
     usual = (expected > 1e-300) & (expected < 1e300)
     np.testing.assert_allclose(out[usual], expected[usual], rtol=3e-9)
     assert out[z == 0] == 0
+
+
+@pytest.mark.parametrize("height", [1.0001, 2, 1e6])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_search_takes_at_most_a_step_more_than_halving(dtype, height):
+    """A norm with a single jump, which straight lines lead away from."""
+    rules = kernels.rules_for(1.0, "equal", True, True, np.dtype(dtype))
+    for jump in np.random.default_rng(0).uniform(1, 2, 20).astype(dtype).astype(float):
+        tried = []
+
+        def sweep(what, K, jump=jump, tried=tried):
+            tried.append(K)
+            return 1e-9 if jump > K else height, 0.0, 0.0
+
+        _, gap, _, _ = fast.nearest(fast.LongRow(sweep, 9), 0, 1.0, 1.0, 0.1, 0.0, False, rules)
+        assert abs(gap - min(1, height - 1)) < 1e-8
+        below, above = (max(K for K in tried if jump > K), min(K for K in tried if jump <= K))
+        assert above == jump == np.nextafter(np.dtype(dtype).type(below), np.dtype(dtype).type(4))
+        sides = [jump > K for K in tried]
+        outward = sides.index(not sides[0]) + 1
+        first = sorted(fast.index_of(K, rules.single) for K in tried[outward - 2 : outward])
+        assert len(tried) <= outward + math.ceil(math.log2(first[1] - first[0])) + 1
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("p", [5, 10, 63])
+def test_whole_power(p, dtype):
+    """By squaring, every product adds a rounding error; squares that are not needed may overflow."""
+    z = np.random.default_rng(0).uniform(0.3, 3, 1000).astype(dtype)
+    z[:4] = 0, 1, np.nan, 1e5
+    with np.errstate(over="ignore"):
+        expected = z.astype(float) ** p
+    in_range = ~(expected > np.finfo(dtype).max)
+    found = np.empty_like(z)
+    whole_powers(z, float(p), found)
+    np.testing.assert_allclose(found[in_range], expected[in_range], rtol=p * ULP[np.dtype(dtype).name])
+    assert (found[~in_range] == np.inf).all()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -630,9 +673,10 @@ def test_read_only_input_is_not_compiled_for_again():
 
 def test_orders_without_code_of_their_own_share_it():
     single = np.dtype(np.float32)
-    sweeps = {kernels.sweep_for(single, p, False, 0) for p in (2.7, 3.3, 10, 527.5)}
-    assert len(sweeps) == 1
-    assert kernels.sweep_for(single, 2.0, False, 0) not in sweeps
+    sweeps = {kernels.sweep_for(single, p, False, 0) for p in (2.7, 3.3, 64, 527.5)}
+    whole = {kernels.sweep_for(single, p, False, 0) for p in (5, 10, 63.0)}
+    assert len(sweeps) == len(whole) == 1
+    assert len({*sweeps, *whole, kernels.sweep_for(single, 2.0, False, 0)}) == 3
 
 
 def test_status_of_compiled_rows():

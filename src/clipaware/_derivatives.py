@@ -14,6 +14,9 @@ Array = Any
 Backend = Any
 
 
+VANISHED = 1e-300  # a slope of the norm below this has lost its digits
+
+
 class Pace(NamedTuple):
     """What the formulas need to know of a row."""
 
@@ -164,7 +167,8 @@ def weighed(be: Backend, parts: Split, pace: Pace, p: float, numerics: Numerics)
 
 def sloped(be: Backend, pace: Pace, D: Array) -> Pace:
     """The row's quantities with `inverse` set by D/m, the sum of w*direction over U."""
-    moves = ((pace.status == REGULAR) | (pace.status == AT_ZERO)) & (D > 0)
+    # Where all w have nearly vanished, 1/D would be infinite, and NaN where nothing else pulls at eta.
+    moves = ((pace.status == REGULAR) | (pace.status == AT_ZERO)) & (D > VANISHED)
     inverse = be.where(moves, 1 / be.where(moves, D, 1.0), 0.0)
     return Pace(pace.m, pace.eta, pace.status, pace.inv, pace.rate, pace.largest, inverse)
 

@@ -19,8 +19,9 @@ Backend = Any
 
 FLAGGED = -1  # the status of a row that is not ordinary, which is for the careful lane
 NEWTON_PASSES = 16
-# A step this short leaves an error of about its square, which the norm as written shows.
-LOOSE_SINGLE, LOOSE_DOUBLE = 2.0**-10, 2.0**-24
+# A step this short leaves an error of about its square, which the norm as written shows. One row for which that is too
+# much has its whole group written again, so it is rare.
+LOOSE_SINGLE, LOOSE_DOUBLE = 2.0**-12, 2.0**-24
 TRIES = 64
 FAINT = 1e-12  # share of eps^p below which powers may have vanished, so that another array may be nearer
 CLOSE_HALF = 1e-8  # arrays of 16 bits are seldom near eps, so the search goes on to the nearest

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import dask.array as da
@@ -555,13 +556,13 @@ def rescale(
 
 def _cast(a: Array, dtype: Any) -> Array:
     """In that dtype, without a warning of what overflows there."""
-    return a.map_blocks(partial(_quiet, np.ndarray.astype), dtype, dtype=dtype)
+    return a.map_blocks(partial(_quiet, methodcaller("astype", dtype)), dtype=dtype)
 
 
 def reach(x: Array, delta: Array, *, p: float = 2, bounds: Any = (0, 1), axis: Any = "batch") -> Array:
     """See clipaware.reach."""
     problem = _problem(x, delta, 0.0, p, bounds, axis)
-    return _reached(problem).astype(_result(x))
+    return _cast(_reached(problem), _result(x))
 
 
 def _result(x: Array) -> Any:
@@ -825,7 +826,7 @@ def perturb_vjp(
         return _map(_pull_block, problem.again(20), g, state, *known, dtype=dtype, p=p, of=of)
 
     bars = [
-        _unbroadcast(pulled(of), came).astype(_result(x))
+        _cast(_unbroadcast(pulled(of), came), _result(x))
         for of, came in zip(("lower", "upper"), problem.bound_shapes, strict=True)
     ]
     eps_bar = _per_sample(_pull_eps, 1, state, problem.eps[..., None], *known, p=p, numerics=problem.numerics)[..., 0]
@@ -834,7 +835,7 @@ def perturb_vjp(
         eps_bar = eps_bar.sum()
     elif len(came) < x.ndim:
         eps_bar = eps_bar[tuple(0 if i in problem.sample else slice(None) for i in range(x.ndim))]
-    return pulled("x"), pulled("delta"), eps_bar.astype(_result(x)), *bars
+    return pulled("x"), pulled("delta"), _cast(eps_bar, _result(x)), *bars
 
 
 def _unbroadcast(bar: Array, came: tuple[int, ...]) -> Array:

@@ -27,6 +27,7 @@ from clipaware._kernels.loops import (
     raised,
     step,
     type_of,
+    whole_power,
 )
 from clipaware._problem import AT_ZERO, REGULAR, UNREACHABLE
 
@@ -58,6 +59,8 @@ def _weight(z, p, order):
         return lambda z, p, order: z * z
     if order.count == 5:
         return lambda z, p, order: z * z * z
+    if order.count == 9:
+        return lambda z, p, order: whole_power(z, p - 1)
     if z == types.float32:
         return lambda z, p, order: np.float32(power(z, p - 1))
     return lambda z, p, order: z ** (p - 1)

@@ -24,6 +24,8 @@ from clipaware._kernels.loops import (
     FRAME_POINTER,
     ORDERS,
     QUICK_ORDER,
+    address_of,
+    at,
     bits_of,
     compiled_for_c,
     entry,
@@ -64,15 +66,15 @@ def two_factors(exponent):
 
 
 @loop
-def _look_ahead(x, delta, low, high, down, unit, ahead, room):
+def _look_ahead(x, delta, lower, upper, down, unit, ahead, room):
     """Clip x into its bounds, find the bound ahead and the room, and change units. What is not finite becomes NaN."""
     (down, more_down), (unit, more_unit) = down, unit
     for i in range(x.size):
-        here, towards = x[i], delta[i]
-        inside = pick(here < low[i], low[i], here)
-        inside = pick(inside > high[i], high[i], inside)
-        inside = pick((here - here == 0) & (low[i] <= high[i]), inside, np.nan)
-        bound = pick(towards > 0, high[i], pick(towards < 0, low[i], inside))
+        here, towards, low, high = x[i], delta[i], at(lower, i), at(upper, i)
+        inside = pick(here < low, low, here)
+        inside = pick(inside > high, high, inside)
+        inside = pick((here - here == 0) & (low <= high), inside, np.nan)
+        bound = pick(towards > 0, high, pick(towards < 0, low, inside))
         x[i], ahead[i], delta[i] = inside, bound, towards * down * more_down
         room[i] = abs(bound - inside) * unit * more_unit
 
@@ -160,23 +162,20 @@ def _extremes(delta, room, enough):
 
 
 @step
-def _load(frame, start, x, delta, ahead, room, lower, upper):
+def _load(frame, start, x, delta, ahead, room):
     """Convert the block from `start` on, which has the length of these arrays."""
     offset = start * bytes_of(frame.stored)
     take(frame.stored, frame.stored_x + offset, x)
     take(frame.stored, frame.stored_delta + offset, delta)
-    low, high = frame.lower, frame.upper
+    down, unit = two_factors(frame.down), two_factors(frame.unit)
     if frame.bounds_are_arrays:
-        low, high = low + 8 * start, high + 8 * start
-    if (low, high) != (frame.low, frame.high):  # most rows have those of the row before
-        frame.low, frame.high = low, high
-        for bound, address in ((lower, low), (upper, high)):
-            if frame.bounds_are_arrays:
-                take(DOUBLE_FORMAT, address, bound[: x.size])
-            else:
-                bound[:] = carray(pointer_to(address), 1, np.float64)[0]
-    lower, upper = lower[: x.size], upper[: x.size]
-    _look_ahead(x, delta, lower, upper, two_factors(frame.down), two_factors(frame.unit), ahead, room)
+        lower = carray(pointer_to(frame.lower + 8 * start), x.size, np.float64)
+        upper = carray(pointer_to(frame.upper + 8 * start), x.size, np.float64)
+        _look_ahead(x, delta, lower, upper, down, unit, ahead, room)
+    else:
+        low = carray(pointer_to(frame.lower), 1, np.float64)[0]
+        high = carray(pointer_to(frame.upper), 1, np.float64)[0]
+        _look_ahead(x, delta, low, high, down, unit, ahead, room)
     frame.loaded = start
 
 
@@ -215,14 +214,14 @@ def _sweep(what, K, pointer):
     The norm is taken in units of the largest element so far, unless p is 2: then nothing that matters vanishes.
     """
     frame = carray(pointer, 1)[0]
-    p, blocks = frame.p, carray(pointer_to(frame.blocks), (7, BLOCK), np.float64)
+    p, blocks = frame.p, carray(pointer_to(frame.blocks), (5, BLOCK), np.float64)
     one, two, three = 0.0, 0.0, 0.0
     unit, F, A, count = 1.0 if p == 2 else 0.0, 0.0, 0.0, 0.0
     for start in range(0, frame.n, BLOCK):
         m = min(BLOCK, frame.n - start)
         x, delta, ahead, room, v = blocks[0, :m], blocks[1, :m], blocks[2, :m], blocks[3, :m], blocks[4, :m]
         if frame.loaded != start:
-            _load(frame, start, x, delta, ahead, room, blocks[5], blocks[6])
+            _load(frame, start, x, delta, ahead, room)
         if what == LOOK:
             top, most, squares = _look(x, delta, room)
             one, two, three = max(one, top), max(two, most), three + squares
@@ -334,15 +333,15 @@ def solve_flagged_rows(sweep, x, delta, lower, upper, eps, out, eta, status, num
     """Solve those rows from i to stop whose status is negative. Arguments are those of ``fast.solve_rows``, but bounds
     are float64."""
     rules = rules_of(numbers)
-    frames, blocks = np.zeros(1, FRAME), np.empty((7, BLOCK))
+    frames, blocks = np.zeros(1, FRAME), np.empty((5, BLOCK))
     frame = frames[0]
     frame.stored, frame.rounded, frame.write, frame.p = rules.stored, rules.rounded, rules.write, rules.p
     frame.n, frame.bounds_are_arrays = x.shape[1] // bytes_of(rules.stored), lower.shape[1] > 8
     # What is stored in 32 bits cannot tell quick powers from exact ones; the margin of at_most can.
     frame.exact = rules.stored == DOUBLE_FORMAT or rules.mode == AT_MOST
-    frame.blocks = blocks.ctypes.data
-    row = Row(sweep, frames.ctypes.data, frame.n)
-    starts = x.ctypes.data, delta.ctypes.data, lower.ctypes.data, upper.ctypes.data, out.ctypes.data
+    frame.blocks = address_of(blocks)
+    row = Row(sweep, address_of(frames), frame.n)
+    starts = address_of(x), address_of(delta), address_of(lower), address_of(upper), address_of(out)
     while i < stop:
         if status[i, 0] < 0:
             frame.stored_x, frame.stored_delta = starts[0] + i * x.shape[1], starts[1] + i * delta.shape[1]

@@ -17,10 +17,18 @@ from numba.extending import intrinsic, overload
 
 # Elements that are added up in float32 before float64 takes over. With 4096, rows of equal elements were 4e-7 off.
 LANE = 512
+WIDE_LANE = 4096  # the same for powers of float32 that float64 adds up anyway: each slice costs some nanoseconds
 
 # Orders whose powers are worth their own code. Compiled code tells them apart by the length of a tuple: it is a type.
 ORDERS = {1.0: (0,), 1.5: (0,) * 2, 2.0: (0,) * 3, 3.0: (0,) * 4, 4.0: (0,) * 5, math.inf: (0,) * 6}
 ANY_ORDER, QUICK_ORDER = (0,) * 7, (0,) * 8  # the latter by `power`, also of float64
+WHOLE_ORDER, WHOLE_BITS = (0,) * 9, 6  # whole numbers of so many bits, by squaring
+
+
+def order_of(p: float) -> tuple[int, ...]:
+    """What the powers of that p are compiled for."""
+    return ORDERS.get(p, WHOLE_ORDER if p % 1 == 0 and p < 2**WHOLE_BITS else ANY_ORDER)
+
 
 # A frame describes a row and receives the three numbers that a sweep finds. Functions that are called by their address
 # take a pointer to one. A row that is `stored` in another format than it is computed in is converted from there and
@@ -28,8 +36,10 @@ ANY_ORDER, QUICK_ORDER = (0,) * 7, (0,) * 8  # the latter by `power`, also of fl
 FRAME = np.dtype(
     [(name, np.int64) for name in ("x", "delta", "lower", "upper", "out", "n", "write")]
     + [(name, np.int64) for name in ("stored", "stored_x", "stored_delta", "stored_out")]
-    + [(name, np.int64) for name in ("rounded", "exact", "bounds_are_arrays", "blocks", "loaded", "low", "high")]
-    + [(name, np.int64) for name in ("down", "unit", "back")]
+    + [
+        (name, np.int64)
+        for name in ("rounded", "exact", "bounds_are_arrays", "blocks", "loaded", "down", "unit", "back")
+    ]
     + [(name, np.float64) for name in ("p", "one", "two", "three")],
     align=True,
 )
@@ -99,6 +109,17 @@ def pointer_to_frame(typing, address):
         return builder.inttoptr(arguments[0], context.get_value_type(FRAME_POINTER))
 
     return FRAME_POINTER(types.int64), generate
+
+
+@intrinsic
+def address_of(typing, array):
+    """The address of an array's first element. Numba's own ``.ctypes.data`` counts references, which takes longer."""
+
+    def generate(context, builder, signature, arguments):
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        return builder.ptrtoint(array.data, ir.IntType(64))
+
+    return types.int64(array), generate
 
 
 @intrinsic
@@ -200,6 +221,16 @@ def power(z, p):
     return pick(z > 0, scale * (0.9999999999595487 + f * tail), np.float64(z) * 0.0)  # NaN stays NaN
 
 
+@loop
+def whole_power(z, p):
+    """z^p for a whole p of at most WHOLE_BITS bits, in z's dtype: the product of z^(2^k) over the bits k of p."""
+    bits, square, product = np.int64(p), z, type_of(z)(1)
+    for k in range(WHOLE_BITS):
+        product = pick((bits >> k) & 1 == 1, product * square, product)
+        square = square * square
+    return product
+
+
 def raised(z, p, order):
     """z^p for z >= 0, in z's dtype; where the order has no code of its own, in float64."""
 
@@ -216,6 +247,8 @@ def _raised(z, p, order):
         return lambda z, p, order: z * z * z
     if order.count == 5:
         return lambda z, p, order: (z * z) * (z * z)
+    if order.count == 9:
+        return lambda z, p, order: whole_power(z, p)
     if z == types.float32 or order.count == 8:
         return lambda z, p, order: power(z, p)
     return lambda z, p, order: z**p

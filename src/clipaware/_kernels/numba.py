@@ -26,7 +26,7 @@ from clipaware._kernels.grid import (
     sum_sizes,
     write_steps,
 )
-from clipaware._kernels.loops import ANY_ORDER, FRAME, ORDERS
+from clipaware._kernels.loops import FRAME, ORDERS, order_of
 from clipaware._kernels.parts import look_at_rows, measure_rows, move_rows, tally_rows
 from clipaware._kernels.sweeps import CORNER, FIRST_SAMPLE, SAMPLE, sweep_for
 from clipaware._problem import Problem
@@ -280,7 +280,7 @@ def vjp(
             for bar, want in zip(bars, wanted, strict=True)
         ]
         found = tuple(mine), bound_sums[part], eps_bar[part]
-        arrays = given, per_row, cotangents, *found, problem.p, ORDERS.get(problem.p, ANY_ORDER)
+        arrays = given, per_row, cotangents, *found, problem.p, order_of(problem.p)
         _run(partial(launch_rows, pull_rows, arrays), height, n)
         if not direct:
             with np.errstate(over="ignore"):  # in float16
@@ -319,7 +319,7 @@ def count(delta: Array, room: Array, unit: Any, p: float, eta: float, powers: Ar
     if powers is not None:
         work = partial(launch, count_by_table, delta, room, eta, powers)
     else:
-        work = partial(launch, count_steps, delta, room, unit, eta, p, ORDERS.get(p, ANY_ORDER))
+        work = partial(launch, count_steps, delta, room, unit, eta, p, order_of(p))
     found = over_parts(work, delta.size)
     totals = [total for total, _ in found]
     return max(totals) if p == math.inf else sum(totals), sum(number for _, number in found)
@@ -327,14 +327,14 @@ def count(delta: Array, room: Array, unit: Any, p: float, eta: float, powers: Ar
 
 def power_of(delta: Array, unit: Any, scale: float, p: float) -> float:
     """The sum of (unit*scale*|delta|)^p over a row."""
-    order = ORDERS.get(p, ANY_ORDER)
+    order = order_of(p)
     return float(sum(over_parts(partial(launch, sum_sizes, delta, unit, scale, p, order), delta.size)))
 
 
 def gains_by_key(moved: Array, after: Array, unit: Any, p: float, keys: Array, number: int) -> Array:
     """What going on from `moved` to `after` adds to the sum of powers, by the key of the element."""
     sums = np.zeros(number)
-    launch(sum_by_key, moved, after, unit, p, ORDERS.get(p, ANY_ORDER), keys, sums)
+    launch(sum_by_key, moved, after, unit, p, order_of(p), keys, sums)
     return sums
 
 
@@ -368,7 +368,7 @@ def look_ahead(x: Array, delta: Array, lower: Array, upper: Array, eps: Array, e
     found = np.zeros((len(x), 11))
     found[:, 5] = math.inf
     inv = taken(np.broadcast_to(1 / eps, (len(x), 1))[:, 0], np.float64)
-    launch(look_at_rows, *arrays, inv, enough, p, ORDERS.get(p, ANY_ORDER), found)
+    launch(look_at_rows, *arrays, inv, enough, p, order_of(p), found)
     return found
 
 
@@ -376,7 +376,7 @@ def tally(x: Array, delta: Array, lower: Array, upper: Array, per_row: list[Arra
     """Add the breakpoints of a tile to their bins, as ``clipaware._rounds`` has it. On one thread, too."""
     done, eps, first, shift, edges = (taken(a, a.dtype) for a in per_row)
     numbers = done[:, 0], 1 / eps[:, 0], first[:, 0], shift[:, 0], edges
-    launch(tally_rows, *_tile(x, delta, lower, upper), *numbers, p, ORDERS.get(p, ANY_ORDER), found)
+    launch(tally_rows, *_tile(x, delta, lower, upper), *numbers, p, order_of(p), found)
 
 
 def move(x: Array, delta: Array, lower: Array, upper: Array, K: Array, dm: Array) -> Array:
@@ -396,7 +396,7 @@ def measure_moves(
     found = np.zeros((len(x), K.shape[1]))
     numbers = taken(np.broadcast_to(inv, found.shape), np.float64), taken(K, arrays[0].dtype)
     along = *numbers, taken(np.broadcast_to(dm, (len(x), 1))[:, 0], arrays[0].dtype)
-    order = ORDERS.get(p, ANY_ORDER)
+    order = order_of(p)
     launch(measure_rows, *arrays, *along, FORMATS.get(x.dtype, BFLOAT16), p, order, found)
     return found
 

@@ -15,10 +15,10 @@ from numba.extending import overload, register_jitable
 
 from clipaware._kernels.formats import KINDS, to_format
 from clipaware._kernels.loops import (
-    ANY_ORDER,
     FRAME_POINTER,
     LANE,
     ORDERS,
+    WIDE_LANE,
     at,
     bits_of,
     compiled_for_c,
@@ -26,6 +26,7 @@ from clipaware._kernels.loops import (
     float_of,
     loop,
     nothing_of,
+    order_of,
     pick,
     plus,
     pointer_to,
@@ -214,6 +215,7 @@ def _bound_at(address, x, length):
 
 def _sweep_by_sums(F: Any, order: Any, length: Any, kind: Any) -> Any:
     """A sweep for a finite p. It finds two sums, and as the third number a sum or a maximum."""
+    written_lane = WIDE_LANE if F is np.float32 else LANE
 
     def sweep(what, K, pointer):
         frame = carray(pointer, 1)[0]
@@ -239,8 +241,8 @@ def _sweep_by_sums(F: Any, order: Any, length: Any, kind: Any) -> Any:
                 one, lost = added(one, lost, u)
                 two, three = two + w, three + y
         elif what == WRITE:
-            for i in range(0, n, LANE):
-                j = min(i + LANE, n)
+            for i in range(0, n, written_lane):
+                j = min(i + written_lane, n)
                 u = _write(x[i:j], delta[i:j], cut(lower, i, j), cut(upper, i, j), out[i:j], K, p, order, kind)
                 one, lost = added(one, lost, u)
         else:
@@ -280,11 +282,11 @@ def _sweep_by_maxima(F: Any, order: Any, length: Any, kind: Any) -> Any:
 
 def sweep_for(dtype: Any, p: float, bounds_are_arrays: bool, rounded: int) -> Any:
     """The compiled sweep, whose ``.address`` compiled code calls and whose ``.ctypes`` Python does."""
-    return _compiled(dtype.type, ORDERS.get(p, ANY_ORDER), (0, 0) if bounds_are_arrays else (0,), KINDS[rounded])
+    return _compiled(dtype.type, order_of(p), (0, 0) if bounds_are_arrays else (0,), KINDS[rounded])
 
 
 @cache
 def _compiled(F: Any, order: Any, length: Any, kind: Any) -> Any:
-    """One for all p that have no code of their own."""
+    """One for all p of an order."""
     make = _sweep_by_maxima if order == ORDERS[np.inf] else _sweep_by_sums
     return compiled_for_c(types.void(types.int64, types.float64, FRAME_POINTER), make(F, order, length, kind))
