@@ -285,8 +285,8 @@ FAULTS = [
     Fault(
         "x outside its bounds is an ordinary row",
         "_fast.py",
-        "be.minimum(-self.below, self.above)) <= 0",
-        "-self.below) <= 0",
+        "be.maximum(self.below, -self.above)) <= 0",
+        "self.below) <= 0",
         of("numpy-operations", "errors edges"),
     ),
     Fault(
@@ -772,8 +772,8 @@ FAULTS = [
     Fault(
         "subnormal halves are rounded to twice their spacing",
         "_kernels/formats.py",
-        "power, np.float32(2.0**-14))",
-        "power, np.float32(2.0**-13))",
+        "power, np.int32(0x38800000))",
+        "power, np.int32(0x39000000))",
         "tests/test_kernels.py -k 'rounding_to_half and float16'",
     ),
     Fault(
@@ -1089,9 +1089,23 @@ FAULTS = [
     Fault(
         "compiled, the best is not written again",
         "_kernels/fast.py",
-        "    if best != last:\n        swept(row, what, best)\n",
-        "",
+        "    if tried != what or best != last:\n",
+        "    if tried != what:\n",
+        compiled("rounding", "ties"),
+    ),
+    Fault(
+        "compiled, a half that was tried is not written",
+        "_kernels/fast.py",
+        "    if tried != what or best != last:\n",
+        "    if best != last:\n",
         compiled("rounding", "brute and float16"),
+    ),
+    Fault(
+        "compiled, a half that was tried is not measured as it is written",
+        "_kernels/fast.py",
+        "        return abs(norm / aim - 1) <= gap + SINGLE.close\n",
+        "        return True\n",
+        "tests/test_kernels.py -k largest_half",
     ),
     Fault(
         "compiled, the search ends in a wide bracket",

@@ -356,7 +356,7 @@ def test_a_long_row_is_converted_in_parts(dtype, monkeypatch, restored_threads):
         return before, *(a.astype(float) for a in found)
 
     whole = solved()
-    monkeypatch.setattr(kernels, "LONG", 700)
+    monkeypatch.setattr(kernels, "LONG", 2 * loops.LANE)  # whole lanes, as it is: halves are tried in sums of float32
     monkeypatch.setattr(kernels, "HUGE", 1)
     for mine, expected in zip(solved(), whole, strict=True):
         np.testing.assert_allclose(mine, expected, rtol=1e-6)
@@ -677,6 +677,15 @@ def test_orders_without_code_of_their_own_share_it():
     whole = {kernels.sweep_for(single, p, False, 0) for p in (5, 10, 63.0)}
     assert len(sweeps) == len(whole) == 1
     assert len({*sweeps, *whole, kernels.sweep_for(single, 2.0, False, 0)}) == 3
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_the_largest_half_is_nearer_than_infinity(dtype):
+    """Without bounds, the nearest norm may be that of the largest number, since the next array is infinite."""
+    largest = float(ml_dtypes.finfo(dtype).max)
+    x, delta = np.full((1, 600), 0.9375 * largest).astype(dtype), np.ones((1, 600), dtype)
+    v = ca.perturb(x, delta, 1.1 * (largest - float(x[0, 0])) * math.sqrt(600), bounds=(None, None))
+    np.testing.assert_array_equal(v.astype(float), largest)
 
 
 def test_status_of_compiled_rows():

@@ -37,7 +37,7 @@ class Rows:
         self.close = {16: CLOSE_HALF, 32: SINGLE.close / 2}.get(bits, DOUBLE.close / 2)
         self.x, self.delta, self.lower, self.upper = block
         self.below, self.above = self.lower - self.x, self.upper - self.x
-        self.eps = eps + be.row_max(self.delta) * 0  # one for each row, and NaN if delta has one
+        self.eps = eps
         # Sums of powers up to this, and down to its reciprocal, have lost nothing; nor has their root, in float64.
         self.safe, self.loose = (1e25, LOOSE_SINGLE) if numerics is SINGLE else (1e15, LOOSE_DOUBLE)
 
@@ -64,7 +64,7 @@ class Rows:
     def flagged(self) -> Array:
         """Rows with an x outside its bounds, with values that are not finite, or with an eps near the ends of range."""
         be = self.be
-        inside = be.row_max(-be.minimum(-self.below, self.above)) <= 0
+        inside = be.row_max(be.maximum(self.below, -self.above)) <= 0
         target = self.eps ** (1.0 if self.p == math.inf else self.p)
         safe = (target > 1 / self.safe) & (target < self.safe) & (self.eps > self.numerics.least)
         return ~(inside & safe)

@@ -70,12 +70,12 @@ def _look_ahead(x, delta, lower, upper, down, unit, ahead, room):
     """Clip x into its bounds, find the bound ahead and the room, and change units. What is not finite becomes NaN."""
     (down, more_down), (unit, more_unit) = down, unit
     for i in range(x.size):
-        here, towards, low, high = x[i], delta[i], at(lower, i), at(upper, i)
+        here, towards, low, high = x[i], delta[i] * down * more_down, at(lower, i), at(upper, i)
         inside = pick(here < low, low, here)
         inside = pick(inside > high, high, inside)
         inside = pick((here - here == 0) & (low <= high), inside, np.nan)
         bound = pick(towards > 0, high, pick(towards < 0, low, inside))
-        x[i], ahead[i], delta[i] = inside, bound, towards * down * more_down
+        x[i], ahead[i], delta[i] = inside, bound, towards
         room[i] = abs(bound - inside) * unit * more_unit
 
 
@@ -84,10 +84,9 @@ def _powers(delta, room, K, per, p, order):
     """Of z = min(K*|delta|, s): the sum of (z*per)^p, that of what is not clipped, and how many are not."""
     F, A, count = 0.0, 0.0, 0.0
     for i in range(delta.size):
-        size, s = abs(delta[i]), room[i]
-        moving, move = size > 0, K * size
-        free = moving & (move <= s)
-        y = raised(pick(moving, pick(move > s, s, move), 0.0) * per, p, order)
+        move, s = K * abs(delta[i]), room[i]
+        free = move < s  # also where K is infinite: 0*K is NaN, and what is still has no room
+        y = raised(pick(free, move, s) * per, p, order)
         F, A, count = plus(F, y), plus(A, pick(free, y, 0.0)), plus(count, pick(free, 1.0, 0.0))
     return F, A, count
 
@@ -97,21 +96,20 @@ def _furthest(delta, room, K):
     """The largest z."""
     found = bits_of(0.0)
     for i in range(delta.size):
-        size, s = abs(delta[i]), room[i]
-        move = K * size
-        u = bits_of(pick(size > 0, pick(move > s, s, move), 0.0))
+        move, s = K * abs(delta[i]), room[i]
+        u = bits_of(pick(move < s, move, s))
         found = pick(found > u, found, u)
     return float_of(found)
 
 
 @loop
 def _add(x, delta, ahead, K, back, v):
-    """v = clip(x + K*delta), before rounding."""
+    """v = clip(x + K*delta), before rounding. What is still has x ahead, also where K is infinite and 0*K is NaN."""
     back, more_back = back
     for i in range(x.size):
-        towards, y = delta[i], x[i] + K * delta[i] * back * more_back
-        y = pick(towards > 0, pick(y > ahead[i], ahead[i], y), pick(y < ahead[i], ahead[i], y))
-        v[i] = pick(towards == 0, x[i], y)  # also where K is infinite
+        towards, bound = delta[i], ahead[i]
+        y = x[i] + K * towards * back * more_back
+        v[i] = pick(towards > 0, pick(y < bound, y, bound), pick(y > bound, y, bound))
 
 
 @loop

@@ -31,6 +31,7 @@ from clipaware._kernels.sweeps import (
     SAMPLE,
     SAMPLE_RUN,
     SUMS,
+    TRY,
     WIDE_SUMS,
     WIDE_WRITE,
     WRITE,
@@ -320,13 +321,16 @@ def write_nearest(row, K, eps, share, held, rules):
             return True
     half = rules.rounded == FLOAT16 or rules.rounded == BFLOAT16
     close = CLOSE_HALF if half else CLOSE_SINGLE if rules.single else CLOSE_DOUBLE
-    best, gap, last, _ = nearest(row, what, K, aim, share, close, below, rules)
+    # Halves take about ten tries, which are quicker if nothing is written.
+    tried = TRY if half and not below else what
+    best, gap, last, _ = nearest(row, tried, K, aim, share, close, below, rules)
     if gap == np.inf:
         return False
     if close < gap and rules.p < np.inf and (1 - min(gap, 1.0)) ** rules.p < FAINT:
         return False  # its powers may have vanished, and another array may be nearer
-    if best != last:
-        swept(row, what, best)
+    if tried != what or best != last:
+        norm, _ = norm_at(row, what, best, rules.p)
+        return abs(norm / aim - 1) <= gap + SINGLE.close
     return True
 
 

@@ -30,14 +30,20 @@ def bytes_of(format):
 
 
 @loop
+def _rounded_to_float16(v):
+    """v, a float32, rounded to the digits of float16; what is too large for it stays a number."""
+    # Its spacing there is that of float32 beside a number that is 1.5*2^13 times as large as v's power of two, which
+    # takes an addition to the exponent's bits. Below the normal numbers of float16 the spacing stays the same.
+    power = np.int32(np.float32(v).view(np.int32) & np.int32(0x7F800000))
+    power = pick(power > np.int32(0x38800000), power, np.int32(0x38800000))
+    large = np.int32(power + np.int32(0x06C00000)).view(np.float32)
+    return (v + large) - large
+
+
+@loop
 def to_float16(v):
     """v, a float32, rounded to float16."""
-    # Its spacing there is that of float32 beside a number that is 1.5*2^13 times as large as v's power of two. Below
-    # its normal numbers the spacing stays the same.
-    power = np.int32(np.float32(v).view(np.int32) & np.int32(0x7F800000)).view(np.float32)
-    large = pick(power > np.float32(2.0**-14), power, np.float32(2.0**-14)) * np.float32(1.5 * 2.0**13)
-    rounded = (v + large) - large
-    return pick(abs(v) < np.float32(65520), rounded, v * np.float32(np.inf))
+    return pick(abs(v) < np.float32(65520), _rounded_to_float16(v), v * np.float32(np.inf))
 
 
 @loop
@@ -59,6 +65,17 @@ def _to_format(v, kind):
     if kind.count == 2:
         return lambda v, kind: to_bfloat16(v)
     return lambda v, kind: v
+
+
+def to_digits(v, kind):
+    """The same, but what is too large for the format need not be infinite, which saves a choice."""
+
+
+@overload(to_digits)
+def _to_digits(v, kind):
+    if kind.count == 1:
+        return lambda v, kind: _rounded_to_float16(v)
+    return lambda v, kind: to_format(v, kind)
 
 
 @loop

@@ -13,7 +13,7 @@ import numpy as np
 from numba import carray, types
 from numba.extending import overload, register_jitable
 
-from clipaware._kernels.formats import KINDS, to_format
+from clipaware._kernels.formats import KINDS, to_digits, to_format
 from clipaware._kernels.loops import (
     FRAME_POINTER,
     LANE,
@@ -36,7 +36,7 @@ from clipaware._kernels.loops import (
 )
 
 # What a sweep is for.
-FIRST_SAMPLE, SAMPLE, FIRST, SUMS, WIDE_SUMS, WRITE, WIDE_WRITE, CORNER = range(8)
+FIRST_SAMPLE, SAMPLE, FIRST, SUMS, WIDE_SUMS, TRY, WRITE, WIDE_WRITE, CORNER = range(9)
 # The same for the careful lane (`careful.py`). The first two find a norm instead of sums.
 CAREFUL_UNROUNDED, CAREFUL_STORED, LOOK, EXTREMES = range(-1, -5, -1)
 
@@ -124,6 +124,20 @@ def _write(x, delta, a, b, out, K, p, order, kind):
         v = pick(v < low, low, v)
         v = to_format(pick(v > high, high, v), kind)
         out[i] = v
+        total = plus(total, raised(abs(v - here), p, order))
+    return total
+
+
+@loop
+def _try(x, delta, a, b, K, p, order, kind, nothing):
+    """The sum of |v - x|^p of the same array, which is not written, in the dtype of `nothing`."""
+    total = nothing
+    for i in range(x.size):
+        here = x[i]
+        low, high = at(a, i), at(b, i)
+        v = here + K * delta[i]
+        v = pick(v < low, low, v)
+        v = to_digits(pick(v > high, high, v), kind)
         total = plus(total, raised(abs(v - here), p, order))
     return total
 
@@ -240,6 +254,11 @@ def _sweep_by_sums(F: Any, order: Any, length: Any, kind: Any) -> Any:
                 u, w, y = _sums_and_squares(x[i:j], delta[i:j], low, high, K, p, order, nothing)
                 one, lost = added(one, lost, u)
                 two, three = two + w, three + y
+        elif what == TRY:
+            for i in range(0, n, LANE):
+                j = min(i + LANE, n)
+                u = _try(x[i:j], delta[i:j], cut(lower, i, j), cut(upper, i, j), K, p, order, kind, nothing)
+                one, lost = added(one, lost, u)
         elif what == WRITE:
             for i in range(0, n, written_lane):
                 j = min(i + written_lane, n)
