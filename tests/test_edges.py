@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import clipaware as ca
+from clipaware._backends import numpy as numpy_backend
 from clipaware.reference import naive_perturb, norm64
 
 ORDERS = [1, 1.5, 2, 3, 10, math.inf]
@@ -495,3 +496,11 @@ def test_reach_of_rooms_near_the_largest_numbers(be, p):
     """The reciprocal of such a room is a subnormal number, which is 0 to XLA and TensorFlow."""
     reach = be.reach(np.zeros((1, 2)), np.ones((1, 2)), p=p, bounds=(0, 2e38), dtype="float32")
     np.testing.assert_allclose(reach.astype(float), 2e38 * 2 ** (1 / p), rtol=1e-6)
+
+
+def test_a_bound_of_minus_zero_is_not_kept_for_zero():
+    """To the cache of bounds that are numbers the two are one, and each call is to have the same bits."""
+    x, delta = np.zeros((1, 1)), -np.ones((1, 1))
+    numpy_backend._number.cache_clear()
+    signs = [np.signbit(ca.perturb(x, delta, 0.0, bounds=(low, 1))) for low in (-0.0, 0.0)]
+    assert not any(signs)

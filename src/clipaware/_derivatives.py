@@ -14,9 +14,6 @@ Array = Any
 Backend = Any
 
 
-VANISHED = 1e-300  # a slope of the norm below this has lost its digits
-
-
 class Pace(NamedTuple):
     """What the formulas need to know of a row."""
 
@@ -123,8 +120,10 @@ def split(be: Backend, block: Block, pace: Pace, numerics: Numerics) -> Split:
     direction = block.delta * be.narrow(1 / pace.m, numerics)
     d = direction * sign
     gap = bound_ahead(be, block.delta, block.lower, block.upper) - block.x
-    s = be.maximum(sign * gap, 0.0)
-    gap = be.where(sign * gap >= 0, gap, 0.0)  # rounding may have left x outside its bounds
+    # Rounding may have left x outside its bounds, on either side.
+    width = be.constant(block.upper - block.lower)
+    s = be.minimum(be.maximum(sign * gap, 0.0), width)
+    gap = be.where(sign * gap < 0, 0.0, be.where(sign * gap > width, be.constant(sign * width), gap))
     # An element at its kink, up to rounding, counts as unclipped.
     # By two factors: as one, eta*m may be no float32 where its product with d is.
     pace_of_d, more = be.minimum(pace.eta * pace.m, 2.0**100), be.maximum(pace.eta * pace.m * 2.0**-100, 1.0)
@@ -167,9 +166,10 @@ def weighed(be: Backend, parts: Split, pace: Pace, p: float, numerics: Numerics)
 
 def sloped(be: Backend, pace: Pace, D: Array) -> Pace:
     """The row's quantities with `inverse` set by D/m, the sum of w*direction over U."""
-    # Where all w have nearly vanished, 1/D would be infinite, and NaN where nothing else pulls at eta.
-    moves = ((pace.status == REGULAR) | (pace.status == AT_ZERO)) & (D > VANISHED)
+    moves = ((pace.status == REGULAR) | (pace.status == AT_ZERO)) & (D > 0)
     inverse = be.where(moves, 1 / be.where(moves, D, 1.0), 0.0)
+    # Infinite where all w have nearly vanished, which would be NaN where nothing else pulls at eta.
+    inverse = be.where(inverse < math.inf, inverse, 0.0)
     return Pace(pace.m, pace.eta, pace.status, pace.inv, pace.rate, pace.largest, inverse)
 
 

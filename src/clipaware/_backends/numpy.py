@@ -200,7 +200,7 @@ def broadcast_to(a: Array, shape: tuple[int, ...]) -> Array:
 
 @lru_cache(maxsize=64)
 def _number(value: Any, dtype: Any) -> Array:
-    return np.array([[value]], dtype)
+    return np.array([[value + 0.0]], dtype)  # -0 and 0 are one number to the cache
 
 
 def number(value: Any, like: Array) -> Array:

@@ -93,10 +93,11 @@ def _sorted_out(towards, size, s, part, p, order, like):
 
 @loop
 def _ahead(x, towards, a, b, i):
-    """The room of an element; not negative, even if rounding left x outside its bounds."""
-    up, down = at(b, i) - x, x - at(a, i)
-    s = pick(towards > 0, up, down)
-    return pick(s > 0, s, s - s)
+    """The room of an element, from where it is inside its bounds: rounding may have left x beside them."""
+    low, high = at(a, i), at(b, i)
+    inside = pick(x < low, low, x)
+    inside = pick(inside > high, high, inside)
+    return pick(towards > 0, high - inside, inside - low)
 
 
 @loop

@@ -298,10 +298,10 @@ def nearest(row, what, K, aim, share, close, below, rules):
             limit = limit / 2 if limit > 0 else math.ldexp(1.0, math.frexp(widest - 0.5)[1])
             index = next_index(low, high, at_low, at_high, widest, limit)
         else:
-            # Newton's step, and a little more each time that it was too short.
-            step = tangent_step(off, max(share, LEAST_SHARE), rules.p)
+            # Newton's step, and a little more each time that it was too short: there is no limit to where it may lead.
+            step, most = tangent_step(off, max(share, LEAST_SHARE), rules.p), max(8.0, more)
             step = step / (1 + more) if off > 0 else step * (1 + more)
-            index, more = index_of(K * min(max(step, 1 / 8), max(8.0, more)), single), 4 * more
+            index, more = index_of(K * min(max(step, 1 / most), most), single), 4 * more
             index = min(max(index, low + 1), high - 1)
         K = float_at(index, single)
     return best, np.inf, K, share
