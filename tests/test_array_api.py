@@ -18,6 +18,7 @@ from tiers import in_test_all
 xp = pytest.importorskip("array_api_strict", reason="array-api-strict is not installed")
 pytest.importorskip("array_api_compat", reason="array-api-compat is not installed")
 from clipaware._backends import array_api  # noqa: E402
+from clipaware._backends import numpy as numpy_backend  # noqa: E402
 
 torch_backend = pytest.importorskip("clipaware._backends.torch", reason="PyTorch is not installed")
 
@@ -81,8 +82,12 @@ def test_two_devices():
         np.testing.assert_array_equal(np.asarray(ca.perturb(x, delta, eps)), np.asarray(ca.perturb(x, delta, 0.3)))
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("p", [1, math.inf, *in_test_all(2, 2.5)])
-def test_unchecked_values_make_their_own_row_nan(p):
+def test_unchecked_values_make_their_own_row_nan(p, compiled, monkeypatch):
+    """In the careful lane, which is where such rows go, compiled or not."""
+    if not compiled:
+        monkeypatch.setattr(numpy_backend, "kernels", lambda: None)
     x, delta, eps = np.repeat(X[:1], 10, axis=0), np.repeat(D[:1], 10, axis=0), np.full(10, 0.3)
     lower, upper = np.zeros((10, 50)), np.ones((10, 50))
     x[1, 3], x[2, 3] = math.nan, -math.inf

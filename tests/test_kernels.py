@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from contextlib import nullcontext
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -177,6 +178,34 @@ def test_the_compiled_careful_lane_is_the_careful_lane(n, p, dtype):
                 assert (mine <= 0).all()
 
 
+def test_what_vanishes_beside_the_largest_element_counts_as_zero():
+    """Both texts of the careful lane say so, of the reach and of the array alike."""
+    x, delta = np.full((1, 2), 0.5), np.array([[1e299, 1e-250]])
+    problem = problem_of(x, delta, np.full(1, 0.6), 2)
+    for solve in (partial(_careful.solve, dtype="float64"), solved_compiled):
+        v, _, status = solve(problem, "equal", True)
+        np.testing.assert_array_equal(v, [[1.0, 0.5]])
+        assert status == UNREACHABLE
+    assert _careful.reach(problem) == ca.reach(x, delta) == 0.5
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_newton_may_take_more_steps_than_it_has(lane, monkeypatch):
+    """Each step gets past one breakpoint or two, of which there are 25 before the root."""
+    if lane == "operations":
+        monkeypatch.setattr(backend, "kernels", lambda: None)
+    x, delta = np.full((1, 28), 0.5), 10.0 ** (13 - np.arange(28))[None]
+    eta = ca.rescale(x, delta, 13.3, p=1)
+    np.testing.assert_allclose(norm64(np.clip(x + eta * delta, 0, 1), x, 1), 13.3, rtol=1e-14)
+    assert (LANES[lane](problem_of(x, delta, np.full(1, 13.3), 1), "equal", False, True)[2] < 0).all()
+
+
+def solved_compiled(problem, mode, write):
+    found = np.empty_like(problem.x), np.empty((1, 1)), np.full((1, 1), fast.FLAGGED)
+    kernels.solve_flagged(problem, mode, found)
+    return found
+
+
 def test_carefully_only_what_is_flagged():
     problem = problem_of(*mixed(700, "float32"), 2)
     found = v, eta, status = kernels.solve(problem, "equal", write=True)
@@ -338,6 +367,17 @@ def test_a_long_row_in_parts_is_the_same_row(n, p, dtype, monkeypatch, restored_
     np.testing.assert_allclose(in_parts[1][taken], eta[taken], rtol=1e-6 if dtype == "float32" else 1e-13)
     np.testing.assert_allclose(in_parts[0][taken], v[taken], rtol=0, atol=2e-7 if dtype == "float32" else 1e-14)
     np.testing.assert_allclose(in_parts[3], reach, rtol=1e-14)
+
+
+def test_a_long_row_that_hardly_moves(monkeypatch, restored_threads):
+    """In Python a division by 0 is an error, where compiled code goes on with infinity and flags the row."""
+    ca.set_threads(2)
+    monkeypatch.setattr(kernels, "LONG", 1024)
+    monkeypatch.setattr(kernels, "HUGE", 1)
+    x, delta = np.full((1, 5000), 0.5), np.zeros((1, 5000))
+    delta[0, 7] = 3e-162  # whose square, divided by the size of a sample, is 0
+    v = ca.perturb(x, delta, 0.3)
+    np.testing.assert_allclose(v[0, 6:9], [0.5, 0.8, 0.5], rtol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float32"])
@@ -761,6 +801,17 @@ def test_a_nearest_norm_far_from_eps(lane, p, monkeypatch):
     np.testing.assert_array_equal(moved[:, 2], np.where(share > 0.5, step, 0))
 
 
+@pytest.mark.parametrize("lane", LANES)
+def test_a_nearest_norm_whose_power_vanishes(lane, monkeypatch):
+    """One element has moved as far as it can, by a sixteenth of eps, and the other one would go to twice eps."""
+    if lane == "operations":
+        monkeypatch.setattr(backend, "kernels", lambda: None)
+    x, delta = np.array([[1024, 16]], np.float16), np.ones((1, 2), np.float16)
+    upper = np.array([[2048, 16.03125]], np.float16)
+    v = ca.perturb(x, delta, 0.51, p=30, bounds=(0, upper))
+    np.testing.assert_array_equal(v, [[1024, 16.03125]])
+
+
 @pytest.mark.parametrize("p", [1, *in_test_all(1.5, 2, 3)])
 def test_few_equal_elements_among_many_that_are_still(p):
     """Their powers are added up with thousands of zeros, whose rounding errors would all be the same."""
@@ -797,8 +848,11 @@ def test_the_reach_of_a_small_box():
     assert ca.reach(np.zeros(1), np.array([1e150]), bounds=(0, 1e-180)) == 1e-180
 
 
-def test_a_delta_that_is_held_may_be_of_any_scale():
+@pytest.mark.parametrize("lane", LANES)
+def test_a_delta_that_is_held_may_be_of_any_scale(lane, monkeypatch):
     """Beside eps it is so small or so large that no number in units of both is its scale."""
+    if lane == "operations":
+        monkeypatch.setattr(backend, "kernels", lambda: None)
     x, small, large = np.array([254.0, 253.0]), np.array([-8e48, 1e-200]), np.array([1e298, -1e122])
     left = ca.perturb(x, small, 1e233, bounds=(None, 255), mode="at_most")
     np.testing.assert_array_equal(left, x + small)

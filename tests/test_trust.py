@@ -493,8 +493,11 @@ def test_no_compiled_call_is_long(number, monkeypatch):
     """Between two of them Ctrl-C is heard."""
     pytest.importorskip("numba", reason="Numba is not installed")
     from clipaware._kernels import numba
+    from clipaware._kernels.formats import GIVE, TAKE
     from clipaware._kernels.loops import FRAME
     from clipaware._kernels.sweeps import FIRST_SAMPLE, SAMPLE
+
+    assert not {TAKE, GIVE} & {FIRST_SAMPLE, SAMPLE}  # conversions are of all parts
 
     launch, sizes = numba.launch, []
 
@@ -508,8 +511,8 @@ def test_no_compiled_call_is_long(number, monkeypatch):
     monkeypatch.setattr(numba, "launch", launched)
     ca.set_threads(number)
     try:
-        for shape in ((1, 2**23), (400, 10**4)):
-            ca.perturb(np.full(shape, 0.5, np.float32), np.full(shape, 0.3, np.float32), 1.0)
+        for shape, dtype in (((1, 2**23), np.float32), ((1, 2**23), np.float16), ((400, 10**4), np.float32)):
+            ca.perturb(np.full(shape, 0.5, dtype), np.full(shape, 0.3, dtype), 1.0)
             assert len(sizes) > 5
             assert max(sizes) < 2**20 + 2**14
             sizes.clear()

@@ -33,12 +33,12 @@ from clipaware._problem import (
 Array = Any
 
 GROUP = 2**16  # elements that are solved together
-# The largest |delta| is scaled to this power of two: smaller elements may need a K that is larger by far. What is 450
-# orders of magnitude smaller is lost.
+# The largest |delta| is scaled to this power of two, since smaller elements may need a far larger K. What is more than
+# 450 orders of magnitude smaller counts as 0.
 TOP = 500
-MOST_TRIES = 192  # 64 halvings, after as many steps from one side as can be
-INFINITE = int(np.float64(np.inf).view(np.int64))
-MOST = float(np.finfo(np.float64).max)
+MOST_TRIES = 192  # up to 128 steps until there is a K on either side, then 64 halvings
+BITS_OF_INFINITY = int(np.float64(np.inf).view(np.int64))
+LARGEST = float(np.finfo(np.float64).max)
 
 
 def solve(problem: Problem, mode: str, write: bool, dtype: str) -> tuple[Array, Array, Array]:
@@ -117,15 +117,15 @@ def norm_of(z: Array, p: float) -> Array:
     return np.where(top < np.inf, unit * powers.sum(axis=1, keepdims=True) ** (1 / p), top)
 
 
-def nearest(
+def neighbours(
     norm_at: Callable[[Array], Array], aim: Array, K: Array, share_at: Callable[[Array], Array], close: float
 ) -> tuple[Array, Array]:
-    """The K whose norm is nearest below or at `aim`, and above it; both are the same where one is within `close`.
+    """Two neighbouring K: the last whose norm is at most `aim`, and the next; or one K twice, whose norm is `close`.
 
     ``norm_at(K)`` never decreases. ``share_at(K)`` is d log(norm)/d log(K), or a guess at it. Numbers are compared, and
-    intervals halved, by their bit patterns.
+    intervals halved, by their bit patterns. As long as there is no K on a side, `low` is 0 or `high` that of infinity.
     """
-    low, high, bits = np.zeros(aim.shape, np.int64), np.full(aim.shape, INFINITE), K.view(np.int64)
+    low, high, bits = np.zeros(aim.shape, np.int64), np.full(aim.shape, BITS_OF_INFINITY), K.view(np.int64)
     for count in range(MOST_TRIES):
         K = bits.view(np.float64)
         off = norm_at(K) / aim - 1
@@ -135,14 +135,19 @@ def nearest(
             break
         # Until there are two sides: a tangent's step, and a little more each time that it was too short.
         step, more = np.clip(off / share_at(K), -8.0, 8.0), 2.0 ** (2 * count - 52)
-        outward = np.minimum(np.where(under, K * (1 - step + more), K / (1 + step + more)), MOST)
-        bits = np.where((low > 0) & (high < INFINITE), low + (high - low) // 2, outward.view(np.int64))
+        outward = np.minimum(np.where(under, K * (1 - step + more), K / (1 + step + more)), LARGEST)
+        bits = np.where((low > 0) & (high < BITS_OF_INFINITY), low + (high - low) // 2, outward.view(np.int64))
         bits = np.where(high - low <= 1, low, np.clip(bits, low + 1, high - 1))
-    return low.view(np.float64), np.minimum(high, INFINITE - 1).view(np.float64)
+    return low.view(np.float64), np.minimum(high, BITS_OF_INFINITY - 1).view(np.float64)
 
 
 class Scaled:
-    """Some rows in float64, in exact units of eps and of the largest |delta|."""
+    """Some rows in float64, in exact units of eps and of the largest |delta|.
+
+    Values of a `bad` row make no sense, and in a `still` row nothing is to move. `ahead` is the bound that delta points
+    to, `room` the distance to it, `size` is |delta| and `goal` is eps. The unit of `goal` and `room` is 2^-unit, and
+    that of `delta` and `size` is 2^-down.
+    """
 
     def __init__(self, problem: Problem, dtype: str) -> None:
         # In C order, so that NumPy adds up rows by halves, which keeps rounding errors small.
@@ -150,25 +155,26 @@ class Scaled:
         self.p, self.dtype, self.numerics = problem.p, dtype, DOUBLE if dtype == "float64" else SINGLE
         top = abs(delta).max(axis=1, keepdims=True)
         eps = np.broadcast_to(eps, top.shape)
-        finite = np.isfinite(x).all(axis=1, keepdims=True) & (top < np.inf) & (eps >= 0) & (eps < np.inf)
+        inside = clipped(x, lower, upper)
+        finite = (np.isfinite(x) & np.isfinite(inside)).all(axis=1, keepdims=True)
+        finite &= (top < np.inf) & (eps >= 0) & (eps < np.inf)
         self.bad = ~(finite & (lower <= upper).all(axis=1, keepdims=True))
         self.is_zero, self.at_zero = top <= 0, eps < self.numerics.least
         self.still = self.is_zero | self.at_zero | self.bad
         self.lower, self.upper = np.where(self.bad, 0.0, lower), np.where(self.bad, 0.0, upper)
-        self.x = clipped(np.where(self.bad, 0.0, x), self.lower, self.upper)
-        self.ahead = np.where(delta > 0, self.upper, np.where(delta < 0, self.lower, self.x))
-        room = abs(self.ahead - self.x)
-        # x*2^unit and delta*2^down: the exponents that bring eps and the largest |delta| to 1 and 2^TOP. An eps that is
-        # far out of reach, being more than the sum of all rooms, takes the unit of the largest room instead.
-        largest = room.max(axis=1, keepdims=True)
-        eps, top = np.where(self.still, 1.0, eps), np.where(self.still, 1.0, top)
-        within = (largest <= 0) | (eps <= largest * x.shape[1])
-        self.unit = -np.frexp(np.where(within, eps, largest))[1]
-        self.down = TOP - np.frexp(top)[1]
-        self.goal = np.ldexp(eps, self.unit)
+        self.x = np.where(self.bad, 0.0, inside)
+        # x*2^unit and delta*2^down: the exponents that bring eps and the largest |delta| to 1 and 2^TOP. What vanishes
+        # there counts as 0. An eps that is far out of reach, being more than the sum of all rooms, takes the unit of
+        # the largest room instead.
+        self.down = TOP - np.frexp(np.where(self.still, 1.0, top))[1]
         self.unscaled_delta = np.where(self.bad, 0.0, delta)
         self.delta = np.ldexp(self.unscaled_delta, self.down)
-        self.size, self.room = abs(self.delta), np.ldexp(np.where(self.bad, 0.0, room), self.unit)
+        self.ahead = np.where(self.delta > 0, self.upper, np.where(self.delta < 0, self.lower, self.x))
+        room = abs(self.ahead - self.x)
+        largest = room.max(axis=1, keepdims=True)
+        eps = np.where(self.still, 1.0, eps)
+        self.unit = -np.frexp(np.where((largest <= 0) | (eps <= largest * x.shape[1]), eps, largest))[1]
+        self.goal, self.size, self.room = np.ldexp(eps, self.unit), abs(self.delta), np.ldexp(room, self.unit)
 
     def norm_at(self, K: Array) -> Array:
         """The norm before rounding, in the units of `goal`."""
@@ -224,11 +230,11 @@ class Scaled:
         naive = self.goal / np.maximum(norm_of(self.size, self.p), 1e-300)
         start = np.clip(naive, 1e-300, np.maximum(last, 1e-300))
         close = 1e-9 if self.numerics is SINGLE else 2.0**-52
-        below, above = nearest(self.norm_at, aim, start, self.share_at, close)
+        below, above = neighbours(self.norm_at, aim, start, self.share_at, close)
         return np.where(self.norm_at(below) < aim, above, below)
 
     def written(self, K: Array, status: Array, mode: str) -> Array:
-        """The array whose norm as stored is nearest, from K on; with `at_most`, nearest below eps by a margin."""
+        """An array whose norm as stored is close to eps, or the nearest; with `at_most`, the nearest below a margin."""
         limit = self.goal * (1 - SLACK) if mode == "at_most" else self.goal
         searched, held = status == REGULAR, status == HELD
         if mode == "at_most":
@@ -236,7 +242,7 @@ class Scaled:
         if searched.any():
             close = 0.0 if mode == "at_most" else self.numerics.close / 2
             share = self.share_at(K)
-            below, above = nearest(self.stored_norm_at, limit, np.clip(K, 1e-300, 1e300), lambda _: share, close)
+            below, above = neighbours(self.stored_norm_at, limit, np.clip(K, 1e-300, 1e300), lambda _: share, close)
             if mode != "at_most":
                 nearer = limit - self.stored_norm_at(below) <= self.stored_norm_at(above) - limit
                 below = np.where(nearer, below, above)

@@ -21,9 +21,9 @@ class Pace(NamedTuple):
     eta: Array
     status: Array
     inv: Array  # 1/eps, or 0 where eta does not move
-    rate: Array  # z/eps of what is not clipped over delta/m; for p = inf, w of what moves by eps
-    largest: Array  # for p = inf, the d of what moves by eps
-    inverse: Array  # 1/(D/m), or 0 where eta does not move
+    rate: Array  # eta*m/eps, so that z = eps*rate*d on U; for p = inf 1/k, the weight of each of k active elements
+    largest: Array  # for p = inf, the d of the active elements, which move by eps
+    inverse: Array  # m/D, or 0 where eta does not move
 
 
 class Split(NamedTuple):
@@ -90,7 +90,7 @@ def divided(
     eta = be.where(status == UNREACHABLE, 0.0, be.where(eta == math.inf, numerics.far, eta))
     rate = eta * m * inv
     inv = be.narrow(inv, numerics)
-    pace = Pace(m, eta, status, inv, rate, rate, rate)
+    pace = Pace(m, eta, status, inv, rate, largest=rate, inverse=rate)  # the last two follow below
     parts = split(be, block, pace, numerics)
     if p == math.inf:
         d = be.constant(parts.d)
@@ -116,6 +116,7 @@ def divided(
 
 
 def split(be: Backend, block: Block, pace: Pace, numerics: Numerics) -> Split:
+    """Tell U from the rest, and find the direction, size and room of every element."""
     still, sign = block.delta == 0, be.sign(block.delta)
     direction = block.delta * be.narrow(1 / pace.m, numerics)
     d = direction * sign
@@ -144,6 +145,7 @@ def _active(parts: Split, pace: Pace, numerics: Numerics) -> Array:
 
 
 def weighed(be: Backend, parts: Split, pace: Pace, p: float, numerics: Numerics) -> Partials:
+    """The weights w with the sign of delta, for these sets and rates."""
     free, _, sign, direction, d, gap, _ = parts
     at_zero = pace.status == AT_ZERO
     if p == math.inf:

@@ -23,7 +23,7 @@ NEWTON_PASSES = 16
 # much has its whole group written again, so it is rare.
 LOOSE_SINGLE, LOOSE_DOUBLE = 2.0**-12, 2.0**-24
 TRIES = 64
-FAINT = 1e-12  # share of eps^p below which powers may have vanished, so that another array may be nearer
+FAINT = 1e-12  # powers below this share of eps^p may have underflowed, so that another array may be nearer
 CLOSE_HALF = 1e-8  # arrays of 16 bits are seldom near eps, so the search goes on to the nearest
 
 
@@ -38,7 +38,8 @@ class Rows:
         self.x, self.delta, self.lower, self.upper = block
         self.below, self.above = self.lower - self.x, self.upper - self.x
         self.eps = eps
-        # Sums of powers up to this, and down to its reciprocal, have lost nothing; nor has their root, in float64.
+        # Sums of powers between 1/safe and safe have lost nothing. In float64 the range is narrower, since 1/p is
+        # rounded, which takes digits from total^(1/p) far from 1; the kernels' `root_of` gets them back.
         self.safe, self.loose = (1e25, LOOSE_SINGLE) if numerics is SINGLE else (1e15, LOOSE_DOUBLE)
 
     def powers(self, z: Array) -> Array:
@@ -62,7 +63,7 @@ class Rows:
         return self.be.widen(self.narrow(K))
 
     def flagged(self) -> Array:
-        """Rows with an x outside its bounds, with values that are not finite, or with an eps near the ends of range."""
+        """Rows with an x outside its bounds or not a number, or with an eps^p near the ends of the range."""
         be = self.be
         inside = be.row_max(be.maximum(self.below, -self.above)) <= 0
         target = self.eps ** (1.0 if self.p == math.inf else self.p)

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 Array = Any
 Backend = Any
 
-# What became of a row. Where several apply, ZERO (no delta, or values that make no sense) comes before AT_ZERO (eps
-# counts as 0), then HELD (the mode keeps eta at 1), then UNREACHABLE.
+# What became of a row. ZERO (no delta, or values that make no sense) comes before AT_ZERO (eps counts as 0), and that
+# before the others. HELD: the mode keeps eta at 1. Out of reach, at_most does so if delta itself clips everything;
+# otherwise the row is UNREACHABLE, and eta its largest breakpoint.
 REGULAR, ZERO, AT_ZERO, UNREACHABLE, HELD = range(5)
 
-SLACK = 2.0**-47  # how far below eps at_most stays, for norms that are added up in another order
+SLACK = 2.0**-47  # at_most aims this far below eps, so that norms added up in another order stay below it, too
 
 
 class Problem(NamedTuple):
@@ -29,7 +30,7 @@ class Problem(NamedTuple):
 
     x: Array
     delta: Array
-    eps: Array  # (rows, 1) or (1, 1); of all axes, those of a sample are 1; a backend's reach ignores it
+    eps: Array  # (rows, 1) or (1, 1), or all of x's axes with those of a sample reduced to 1; `reach` does not read it
     lower: Array
     upper: Array
     p: float
@@ -37,7 +38,7 @@ class Problem(NamedTuple):
 
     @classmethod
     def of(cls, arrays: Iterable[Array], p: float) -> Problem:
-        """Return the problem of x, delta, eps and the bounds, which came one by one."""
+        """Return the problem of x, delta, eps, lower and upper, given as one iterable."""
         x, delta, eps, lower, upper = arrays
         return cls(x, delta, eps, lower, upper, p)
 
@@ -55,15 +56,15 @@ class Problem(NamedTuple):
 class Numerics(NamedTuple):
     """What the working precision allows."""
 
-    ulp: float  # spacing at 1
-    tiny: float  # a sum of powers below this has lost elements to underflow
-    settled: float  # relative step at which Newton has arrived
-    close: float  # relative error of a norm that is as good as none
-    far: float  # further than any bound
-    least: float  # the smallest normal number: an eps below counts as 0
+    ulp: float  # the spacing of numbers at 1
+    tiny: float  # of the former solver: a smaller sum of powers has lost terms to underflow
+    settled: float  # of the former solver: the relative step at which Newton has arrived
+    close: float  # the relative error that a stored norm may have; searches stop at half of it
+    far: float  # stands for infinity where infinity times 0 would be NaN
+    least: float  # the smallest normal number; a smaller eps counts as 0
 
     def __reduce__(self) -> str:
-        """The one of two that there are, in another process too: they are told apart by identity."""
+        """Pickle as a name, since code asks whether it `is SINGLE`, also in another process."""
         return "SINGLE" if self is SINGLE else "DOUBLE"
 
 

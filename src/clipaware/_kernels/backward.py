@@ -66,12 +66,12 @@ def _weight(z, p, order):
     return lambda z, p, order: z ** (p - 1)
 
 
-def sorted_out(towards, size, s, part, p, order, like):
-    """Whether an element is in U, and its w. `part` is what `_partials` found for the row."""
+def set_and_weight(towards, size, s, part, p, order, like):
+    """Whether an element is in U, and its weight w. `part` is what `_partials` found for the row."""
 
 
-@overload(sorted_out)
-def _sorted_out(towards, size, s, part, p, order, like):
+@overload(set_and_weight)
+def _set_and_weight(towards, size, s, part, p, order, like):
     if order.count == 6:
 
         def largest(towards, size, s, part, p, order, like):
@@ -92,7 +92,7 @@ def _sorted_out(towards, size, s, part, p, order, like):
 
 
 @loop
-def _ahead(x, towards, a, b, i):
+def _room(x, towards, a, b, i):
     """The room of an element, from where it is inside its bounds: rounding may have left x beside them."""
     low, high = at(a, i), at(b, i)
     inside = pick(x < low, low, x)
@@ -107,7 +107,7 @@ def _largest(x, delta, a, b, inv, enough, most):
     found = bits_of(zero)
     for i in range(x.size):
         here, towards = x[i], delta[i]
-        s = _ahead(here, towards, a, b, i)
+        s = _room(here, towards, a, b, i)
         u = bits_of(pick((s * inv >= enough) & (s > 0) & (abs(towards) <= most), abs(towards), zero))
         found = pick(found > u, found, u)
     return float_of(found)
@@ -119,7 +119,7 @@ def _top(x, delta, a, b):
     zero = delta.dtype.type(0)
     found = bits_of(zero)
     for i in range(delta.size):
-        u = bits_of(pick(_ahead(x[i], delta[i], a, b, i) > 0, abs(delta[i]), zero))
+        u = bits_of(pick(_room(x[i], delta[i], a, b, i) > 0, abs(delta[i]), zero))
         found = pick(found > u, found, u)
     return float_of(found)
 
@@ -131,7 +131,7 @@ def _limit(x, delta, a, b, dm, per, p, order):
     total = nothing_of(zero, order)
     for i in range(x.size):
         towards = delta[i]
-        d = pick(_ahead(x[i], towards, a, b, i) > 0, abs(towards) * dm * per, zero)
+        d = pick(_room(x[i], towards, a, b, i) > 0, abs(towards) * dm * per, zero)
         total = plus(total, raised(d, p, order))
     return total
 
@@ -145,7 +145,7 @@ def _pull_sums(x, delta, a, b, g, part, p, order):
     for i in range(x.size):
         towards = delta[i]
         size = abs(towards) * dm
-        free, w = sorted_out(towards, size, _ahead(x[i], towards, a, b, i), part, p, order, x)
+        free, w = set_and_weight(towards, size, _room(x[i], towards, a, b, i), part, p, order, x)
         S = plus(S, pick(free, g[i] * (towards * dm), zero))
         D = plus(D, pick(free, w * size, zero))
     return S, D
@@ -155,7 +155,7 @@ def _pull_sums(x, delta, a, b, g, part, p, order):
 def _pull_x(x, delta, a, b, g, part, p, order, lam, at_zero, bar):
     for i in range(x.size):
         towards = delta[i]
-        free, w = sorted_out(towards, abs(towards) * part[0], _ahead(x[i], towards, a, b, i), part, p, order, x)
+        free, w = set_and_weight(towards, abs(towards) * part[0], _room(x[i], towards, a, b, i), part, p, order, x)
         bar[i] = pick(free | at_zero, g[i], pick(towards > 0, lam, -lam) * w)
 
 
@@ -164,7 +164,7 @@ def _pull_delta(x, delta, a, b, g, part, p, order, lam, scale, down, bar):
     """`scale` times `down` is eta, which may be no number of this precision itself."""
     for i in range(x.size):
         towards = delta[i]
-        free, w = sorted_out(towards, abs(towards) * part[0], _ahead(x[i], towards, a, b, i), part, p, order, x)
+        free, w = set_and_weight(towards, abs(towards) * part[0], _room(x[i], towards, a, b, i), part, p, order, x)
         bar[i] = pick(free, scale * (g[i] - pick(towards > 0, lam, -lam) * w) * down, lam - lam)
 
 
@@ -173,7 +173,7 @@ def _pull_bounds(x, delta, a, b, g, part, p, order, lam, at_zero, bar):
     """To an array that has the bound ahead of every element."""
     for i in range(x.size):
         towards = delta[i]
-        free, w = sorted_out(towards, abs(towards) * part[0], _ahead(x[i], towards, a, b, i), part, p, order, x)
+        free, w = set_and_weight(towards, abs(towards) * part[0], _room(x[i], towards, a, b, i), part, p, order, x)
         bar[i] = pick(free | at_zero, lam - lam, g[i] - pick(towards > 0, lam, -lam) * w)
 
 
@@ -184,7 +184,7 @@ def _bound_sums(x, delta, a, b, g, part, p, order, lam, at_zero):
     low, high = zero, zero
     for i in range(x.size):
         towards = delta[i]
-        free, w = sorted_out(towards, abs(towards) * part[0], _ahead(x[i], towards, a, b, i), part, p, order, x)
+        free, w = set_and_weight(towards, abs(towards) * part[0], _room(x[i], towards, a, b, i), part, p, order, x)
         c = pick(free | at_zero, zero, g[i] - pick(towards > 0, lam, -lam) * w)
         low = plus(low, pick(towards < 0, c, zero))
         high = plus(high, pick(towards < 0, zero, c))

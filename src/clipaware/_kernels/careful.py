@@ -1,9 +1,9 @@
 """The careful lane in Numba: ``clipaware._careful``, one flagged row after the other.
 
 Units, steps and letters are those of that text; the search is the fast lane's, in float64. A long row is read again for
-every norm, in blocks that are converted to float64. So it takes no memory, and is compiled once for all dtypes, orders
-of the norm and kinds of bounds. As in the fast lane, what goes over a row's elements is a C function, and what decides
-on its next use is compiled separately.
+every norm, in blocks that are converted to float64. So it needs five blocks of memory, and is compiled once for all
+dtypes, orders of the norm and kinds of bounds. As in the fast lane, what goes over a row's elements is a C function,
+and what decides on its next use is compiled separately.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from clipaware._kernels.sweeps import CAREFUL_STORED, CAREFUL_UNROUNDED, EXTREME
 from clipaware._problem import AT_ZERO, DOUBLE, HELD, REGULAR, SINGLE, SLACK, UNREACHABLE, ZERO
 
 BLOCK = 4096  # elements that are converted together; a shorter row is converted once
-FAR = 1e300  # no K is larger, and none that is searched from smaller than its reciprocal
+FAR = 1e300  # a search starts between 1/FAR and FAR, and a breakpoint beyond counts as FAR
 # For rows stored in at most 32 bits, and for float64: the spacing at 1, the least eps that does not count as 0, and how
 # close to eps the norm has to be, before rounding and as stored.
 OF_SINGLE = SINGLE.ulp, SINGLE.least, 1e-9, SINGLE.close / 2
@@ -66,8 +66,11 @@ def two_factors(exponent):
 
 
 @loop
-def _look_ahead(x, delta, lower, upper, down, unit, ahead, room):
-    """Clip x into its bounds, find the bound ahead and the room, and change units. What is not finite becomes NaN."""
+def _prepare(x, delta, lower, upper, down, unit, ahead, room):
+    """Clip x into its bounds, find the bound ahead and the room, and change units. What is not finite becomes NaN.
+
+    A delta that vanishes in its unit is 0 from here on.
+    """
     (down, more_down), (unit, more_unit) = down, unit
     for i in range(x.size):
         here, towards, low, high = x[i], delta[i] * down * more_down, at(lower, i), at(upper, i)
@@ -167,18 +170,18 @@ def _load(frame, start, x, delta, ahead, room):
     take(frame.stored, frame.stored_delta + offset, delta)
     down, unit = two_factors(frame.down), two_factors(frame.unit)
     if frame.bounds_are_arrays:
-        lower = carray(pointer_to(frame.lower + 8 * start), x.size, np.float64)
-        upper = carray(pointer_to(frame.upper + 8 * start), x.size, np.float64)
-        _look_ahead(x, delta, lower, upper, down, unit, ahead, room)
+        lower = carray(pointer_to(frame.lower + start * bytes_of(DOUBLE_FORMAT)), x.size, np.float64)
+        upper = carray(pointer_to(frame.upper + start * bytes_of(DOUBLE_FORMAT)), x.size, np.float64)
+        _prepare(x, delta, lower, upper, down, unit, ahead, room)
     else:
         low = carray(pointer_to(frame.lower), 1, np.float64)[0]
         high = carray(pointer_to(frame.upper), 1, np.float64)[0]
-        _look_ahead(x, delta, low, high, down, unit, ahead, room)
+        _prepare(x, delta, low, high, down, unit, ahead, room)
     frame.loaded = start
 
 
 @step
-def _store(frame, K, start, x, delta, ahead, v):
+def _make_stored(frame, K, start, x, delta, ahead, v):
     """Make the array at K, as stored, write it if it is wanted, and leave the distances in `v`. The largest of them."""
     _add(x, delta, ahead, K, two_factors(frame.back), v)
     round_to(frame.rounded, v)
@@ -209,12 +212,12 @@ def _sums_of(frame, what, delta, room, z, K, per):
 def _sweep(what, K, pointer):
     """Find a norm in the unit of eps and d log(norm)/d log(K), or what `_look` or `_extremes` finds, over all blocks.
 
-    The norm is taken in units of the largest element so far, unless p is 2: then nothing that matters vanishes.
+    The norm is taken in units of the largest element so far, but for p = 2, whose squares stay in range.
     """
     frame = carray(pointer, 1)[0]
     p, blocks = frame.p, carray(pointer_to(frame.blocks), (5, BLOCK), np.float64)
     one, two, three = 0.0, 0.0, 0.0
-    unit, F, A, count = 1.0 if p == 2 else 0.0, 0.0, 0.0, 0.0
+    so_far, F, A, count = 1.0 if p == 2 else 0.0, 0.0, 0.0, 0.0
     for start in range(0, frame.n, BLOCK):
         m = min(BLOCK, frame.n - start)
         x, delta, ahead, room, v = blocks[0, :m], blocks[1, :m], blocks[2, :m], blocks[3, :m], blocks[4, :m]
@@ -228,16 +231,16 @@ def _sweep(what, K, pointer):
             one, two = max(one, last), max(two, found)
         else:
             if what == CAREFUL_STORED:
-                largest = _store(frame, K, start, x, delta, ahead, v)
+                largest = _make_stored(frame, K, start, x, delta, ahead, v)
             else:
                 largest = _furthest(delta, room, K) if p != 2 else 0.0
-            if p != 2 and largest > unit:
-                smaller = (unit / largest) ** p
-                unit, F, A = largest, F * smaller, A * smaller
-            if p < np.inf and 1e-300 < unit < np.inf:
-                f, a, c = _sums_of(frame, what, delta, room, v, K, 1 / unit)
+            if p != 2 and largest > so_far:
+                smaller = (so_far / largest) ** p
+                so_far, F, A = largest, F * smaller, A * smaller
+            if p < np.inf and 1e-300 < so_far < np.inf:
+                f, a, c = _sums_of(frame, what, delta, room, v, K, 1 / so_far)
                 F, A, count = F + f, A + a, count + c
-            one = unit if p == np.inf or unit == np.inf else unit * root_of(F, p)
+            one = so_far if p == np.inf or so_far == np.inf else so_far * root_of(F, p)
             two = 1.0 if p == np.inf else max(A / F, 1e-300) if F > 0 and count > 0 else min(count, 1.0)
     frame.one, frame.two, frame.three = one, -1.0 if what == CAREFUL_STORED else two, three
 
@@ -285,7 +288,8 @@ def write(row, K, goal, grows, status, down, unit, close, rules):
         set_units(row, down, unit, -unit)
     else:
         norm, _ = norm_at(row, CAREFUL_STORED, np.inf if status == UNREACHABLE else K, rules.p)
-    if abs(norm / aim - 1) > close if status == REGULAR and not below else below and (norm > aim or status == REGULAR):
+    regular = status == REGULAR
+    if (regular or norm > aim) if below else (regular and abs(norm / aim - 1) > close):
         K = min(max(K, 1 / FAR), FAR)
         best, _, last, _ = nearest(row, CAREFUL_STORED, K, aim, grows, 0.0 if below else close, below, rules)
         if best != last:
@@ -306,16 +310,16 @@ def solve_row(row, eps, rules):
         return ZERO if top <= 0 else AT_ZERO, 0.0
     # An eps that is far out of reach, being more than the sum of all rooms, takes the unit of the largest room instead.
     within = mode != REACH and (room <= 0 or eps <= room * row.n)
-    unit, down = 0, 0  # whatever 32 bits can hold is far from the ends of float64
-    if rules.stored == DOUBLE_FORMAT:
+    unit, down = 0, 0  # squares of what 32 bits can hold are far from the ends of float64
+    if rules.stored == DOUBLE_FORMAT or eps > 1e100:
         unit, down = -exponent_of(eps if within else room), TOP - exponent_of(top)
         set_units(row, down, unit, -unit)
     if mode == REACH:
         return REGULAR, math.ldexp(norm_at(row, CAREFUL_UNROUNDED, np.inf, p)[0], -unit)
-    usual = math.sqrt(squares / row.n)
-    usual = math.ldexp(usual if 0 < usual < np.inf else top, down)
+    mean = math.sqrt(squares / row.n)
+    mean = math.ldexp(mean if 0 < mean < np.inf else top, down)
     goal, slack = math.ldexp(eps, unit), (2 if p == np.inf else 8) * ulp
-    K, grows, unreachable = root(row, goal / usual / row.n ** (1 / p), goal, slack, close, rules)
+    K, grows, unreachable = root(row, goal / mean / row.n ** (1 / p), goal, slack, close, rules)
     one = math.ldexp(1.0, unit - down)  # the K of delta as it came
     held = (mode == AT_LEAST and K < one and not unreachable) or (
         mode == AT_MOST and (K > one or (unreachable and K >= one))
@@ -334,7 +338,7 @@ def solve_flagged_rows(sweep, x, delta, lower, upper, eps, out, eta, status, num
     frames, blocks = np.zeros(1, FRAME), np.empty((5, BLOCK))
     frame = frames[0]
     frame.stored, frame.rounded, frame.write, frame.p = rules.stored, rules.rounded, rules.write, rules.p
-    frame.n, frame.bounds_are_arrays = x.shape[1] // bytes_of(rules.stored), lower.shape[1] > 8
+    frame.n, frame.bounds_are_arrays = x.shape[1] // bytes_of(rules.stored), lower.shape[1] > bytes_of(DOUBLE_FORMAT)
     # What is stored in 32 bits cannot tell quick powers from exact ones; the margin of at_most can.
     frame.exact = rules.stored == DOUBLE_FORMAT or rules.mode == AT_MOST
     frame.blocks = address_of(blocks)

@@ -1,10 +1,11 @@
 """The fast lane in Numba: ordinary rows, by a guess that is measured. Rows that are not ordinary are flagged.
 
 With ``z = clip(K*delta, a - x, b - x)``, ``F = sum |z|^p`` and ``A`` the part of it that is not at its bounds, Newton's
-step is ``K <- K*(1 + (eps^p - F)/A)^(1/p)`` (docs/math.md). A sample of the row gives the first K, two or three steps
-give the scale, and the array is measured as it is written. Newton's part neither rescales a row nor brackets the root:
-a row whose sums come near the ends of the dtype's range, that has an x outside its bounds, or whose norm is not what it
-should be after some tries is flagged, and left to the careful lane (``careful.py``).
+step is ``K <- K*(1 + (eps^p - F)/A)^(1/p)`` (docs/math.md). A row of 512 elements or more takes its first K from a
+sample of it, two or three steps give the scale, and the array is measured as it is written. Newton's part neither
+rescales a row nor brackets the root: a row whose sums come near the ends of the dtype's range, that has an x outside
+its bounds, or whose norm is not what it should be after some tries is flagged, and left to the careful lane
+(``careful.py``).
 
 Rows are swept over by ``sweeps.py``. This text is compiled once for all dtypes and orders; for a long row it runs in
 Python, and each sweep is spread over threads. ``swept`` is what differs.
@@ -56,7 +57,7 @@ SAFE = 1e25  # powers and sums of float32 up to this, and down to its reciprocal
 SAFE_DOUBLE = 1e250
 LEAST = SINGLE.least  # an eps below the normal numbers of float32 counts as 0, or is for the careful lane
 LEAST_SHARE = 1e-6  # a norm is taken to grow with K at least by this, so that no step is too long
-PLAIN_CORNER = 1e-5  # an eps that exceeds the reach by this share is out of reach, whatever the rounding of sums
+PLAIN_CORNER = 1e-5  # beyond the reach by this share, eps is out of reach however sums were rounded
 
 
 class Rules(NamedTuple):
@@ -121,7 +122,10 @@ def root_of(total, p):
 
 @register_jitable
 def norm_at(row, what, K, p):
-    """The norm that a sweep measures at K, and d log(norm)/d log(K) there, or -1 if the sweep does not say."""
+    """The norm that a sweep measures at K, and d log(norm)/d log(K) there, or -1 where it does not measure that.
+
+    A negative `what` is one of the careful lane's, which return the norm itself.
+    """
     one, two, _ = swept(row, what, K)
     return (one, two) if what < 0 else (root_of(one, p), -1.0)
 
@@ -147,7 +151,7 @@ def float_at(index, single):
 @register_jitable
 def naive_scale(target, squares, n, p):
     """The scale without clipping, from the sum of delta^2 over n elements; for p = 2 exactly."""
-    return root_of(target / n, p) / math.sqrt(squares / n) if squares > 0 else np.inf
+    return root_of(target / n, p) * math.sqrt(n / squares) if squares > 0 else np.inf
 
 
 @register_jitable
@@ -225,8 +229,8 @@ def scale_for_inf(row, eps, rules):
 
 @register_jitable
 def write_corner(row, eps, rules):
-    """Move every element to its bound. The status, UNREACHABLE if eps is clearly beyond the reach and else flagged, and
-    the last breakpoint, which is the scale."""
+    """Move every element that has a delta to its bound. Return the status, which is UNREACHABLE if eps is clearly
+    beyond the reach and else flagged, and the last breakpoint, which is the scale."""
     total, _, last = swept(row, CORNER, 0.0)
     plain = root_of(total, rules.p) < eps * (1 - PLAIN_CORNER) and rules.mode != AT_MOST
     return UNREACHABLE if plain else FLAGGED_SOUND, last
@@ -269,12 +273,11 @@ def tangent_step(off, share, p):
 
 @register_jitable
 def nearest(row, what, K, aim, share, close, below, rules):
-    """The K whose norm is nearest to `aim`, from a guess on, how far off that norm is, and of the K that was tried last
-    itself and its `share`.
+    """The K whose norm is nearest to `aim`, how far off its norm is, the K that was tried last, and the share there.
 
-    The norm is what that sweep measures, a step function of K that never decreases, and `share` is
-    d log(norm)/d log(K), where the sweep says so. The search ends at a norm within `close`, or between two neighbouring
-    K. With `below` the norm must not exceed `aim`. Where none qualifies, or there is no end to those below, it is
+    The search starts from K. `what` is a sweep whose norm never decreases with K, and `share` is d log(norm)/d log(K),
+    replaced by the sweep's own where it measures that. The search ends within `close` of `aim`, or at two neighbouring
+    K. With `below`, only norms up to `aim` qualify. If no K qualifies, or no norm was found above `aim`, the norm is
     infinitely far off.
     """
     single = rules.single
@@ -299,9 +302,9 @@ def nearest(row, what, K, aim, share, close, below, rules):
             index = next_index(low, high, at_low, at_high, widest, limit)
         else:
             # Newton's step, and a little more each time that it was too short: there is no limit to where it may lead.
-            step, most = tangent_step(off, max(share, LEAST_SHARE), rules.p), max(8.0, more)
-            step = step / (1 + more) if off > 0 else step * (1 + more)
-            index, more = index_of(K * min(max(step, 1 / most), most), single), 4 * more
+            factor, most = tangent_step(off, max(share, LEAST_SHARE), rules.p), max(8.0, more)
+            factor = factor / (1 + more) if off > 0 else factor * (1 + more)
+            index, more = index_of(K * min(max(factor, 1 / most), most), single), 4 * more
             index = min(max(index, low + 1), high - 1)
         K = float_at(index, single)
     return best, np.inf, K, share
@@ -322,7 +325,7 @@ def write_nearest(row, K, eps, share, held, rules):
     half = rules.rounded == FLOAT16 or rules.rounded == BFLOAT16
     close = CLOSE_HALF if half else CLOSE_SINGLE if rules.single else CLOSE_DOUBLE
     # Halves take about ten tries, which are quicker if nothing is written.
-    tried = TRY if half and not below else what
+    tried = TRY if half and not below and rules.p < np.inf else what
     best, gap, last, _ = nearest(row, tried, K, aim, share, close, below, rules)
     if gap == np.inf:
         return False

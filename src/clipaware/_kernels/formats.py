@@ -17,10 +17,11 @@ from clipaware._kernels.loops import FRAME_POINTER, compiled_for_c, loop, pick, 
 
 # What a row is stored in, and what its array is rounded to. Halves are computed in float32.
 FLOAT16, BFLOAT16, SINGLE_FORMAT, DOUBLE_FORMAT = range(4)
-# Of a sweep, by the length of a tuple, which is a type: what it rounds to, beyond what it computes in.
+# By format, a tuple whose length, which is part of its type, tells a sweep what to round to; the longest, to nothing.
 KINDS = {FLOAT16: (0,), BFLOAT16: (0, 0), SINGLE_FORMAT: (0, 0, 0), DOUBLE_FORMAT: (0, 0, 0)}
 
-TAKE, GIVE = 0, 1  # what a conversion is for: x and delta before a row is solved, or the array after it
+# What a conversion is for: x and delta before a row is solved, or the array after it. No sweep has these numbers.
+TAKE, GIVE = 100, 101
 
 
 @step
@@ -32,8 +33,8 @@ def bytes_of(format):
 @loop
 def _rounded_to_float16(v):
     """v, a float32, rounded to the digits of float16; what is too large for it stays a number."""
-    # Its spacing there is that of float32 beside a number that is 1.5*2^13 times as large as v's power of two, which
-    # takes an addition to the exponent's bits. Below the normal numbers of float16 the spacing stays the same.
+    # Let 2^e be the power of two below |v|, but at least 2^-14. Next to 1.5*2^(13 + e), float32 has the spacing that
+    # float16 has at v, so adding this number and subtracting it again rounds. Its bits are those of 2^e + 0x06C00000.
     power = np.int32(np.float32(v).view(np.int32) & np.int32(0x7F800000))
     power = pick(power > np.int32(0x38800000), power, np.int32(0x38800000))
     large = np.int32(power + np.int32(0x06C00000)).view(np.float32)
@@ -67,12 +68,12 @@ def _to_format(v, kind):
     return lambda v, kind: v
 
 
-def to_digits(v, kind):
-    """The same, but what is too large for the format need not be infinite, which saves a choice."""
+def to_format_in_range(v, kind):
+    """The same for a v that the format can hold; a larger one need not become infinite, which saves a choice."""
 
 
-@overload(to_digits)
-def _to_digits(v, kind):
+@overload(to_format_in_range)
+def _to_format_in_range(v, kind):
     if kind.count == 1:
         return lambda v, kind: _rounded_to_float16(v)
     return lambda v, kind: to_format(v, kind)

@@ -1,8 +1,8 @@
 """What Numba's kernels are made of: how they are compiled, a branchless choice, sums that vectorise, powers.
 
-Functions marked ``@loop`` run over slices of at most ``LANE`` elements, which are summed in the array's own dtype;
-their callers add the slices up in float64. LLVM vectorises such a loop only if it runs from 0 over a slice, loads each
-value once, takes ``pick`` in place of a branch, and has constants of the array's dtype. Numba infers all types.
+Functions marked ``@loop`` are vectorised. Where they add up float32, their callers hand them at most ``LANE`` elements
+at a time, and add up the results in float64. LLVM vectorises such a loop only if it runs from 0 over a slice, loads
+each value once, takes ``pick`` in place of a branch, and has constants of the array's dtype. Numba infers all types.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def _as_numbers(rules: Rules) -> Array:
 def solve(
     problem: Problem, mode: str, write: bool, certify: bool = True, dtype: str | None = None
 ) -> tuple[Array, Array, Array]:
-    """v (None unless `write`), eta and status. It is negative where a row is not ordinary: v and eta mean nothing.
+    """v (None unless `write`), eta and status. Where status is negative, a row is not ordinary: v and eta mean nothing.
 
     Without `certify`, v is right but eta need not be. `dtype` is what v is rounded to, if that is not x's own.
     """
@@ -166,7 +166,7 @@ def _solve(problem: Problem, found: tuple[Any, ...], rules: Rules) -> None:
     arrays = _arrays_for_kernel(problem, found, working)
     sweep = sweep_for(working, rules.p, arrays[2].shape[1] > 1, rules.rounded if rules.write else SINGLE_FORMAT)
     convert = conversion() if rules.stored < SINGLE_FORMAT else None
-    if n >= HUGE or (n >= LONG and rows < 2 * threads.count() > 2):
+    if n >= HUGE or (n >= LONG and threads.count() > 1 and rows < 2 * threads.count()):
         _solve_long(sweep, convert, arrays, rules)
         return
     given = sweep.address, 0 if convert is None else convert.address, *_as_bytes(arrays), _as_numbers(rules)

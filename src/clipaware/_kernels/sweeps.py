@@ -13,7 +13,7 @@ import numpy as np
 from numba import carray, types
 from numba.extending import overload, register_jitable
 
-from clipaware._kernels.formats import KINDS, to_digits, to_format
+from clipaware._kernels.formats import KINDS, to_format, to_format_in_range
 from clipaware._kernels.loops import (
     FRAME_POINTER,
     LANE,
@@ -35,12 +35,24 @@ from clipaware._kernels.loops import (
     type_of,
 )
 
-# What a sweep is for.
+# What a sweep is for, and the three numbers that it finds (F and A are those of `_sums`; s is a room):
+#
+#                            one                         two          three
+#   FIRST, FIRST_SAMPLE      F                           A            sum of delta^2, infinite or NaN if a value is bad
+#   SUMS, SAMPLE, WIDE_SUMS  F                           A            0
+#   TRY, WRITE, WIDE_WRITE   sum of |v - x|^p            0            0
+#   CORNER                   sum of s^p                  largest s    last breakpoint, the largest s/|delta|
+#   FIRST, for p = inf       largest |delta| of s >= K   0            largest |delta|, infinite or NaN if a value is bad
+#   others, for p = inf      a maximum in place of the sum
+#   CAREFUL_UNROUNDED        norm                        d log(norm)/d log(K)
+#   CAREFUL_STORED           norm                        -1
+#   LOOK                     largest |delta|             largest s    sum of delta^2, NaN if a value is bad
+#   EXTREMES                 last breakpoint             largest |delta| of s >= K
 FIRST_SAMPLE, SAMPLE, FIRST, SUMS, WIDE_SUMS, TRY, WRITE, WIDE_WRITE, CORNER = range(9)
 # The same for the careful lane (`careful.py`). The first two find a norm instead of sums.
 CAREFUL_UNROUNDED, CAREFUL_STORED, LOOK, EXTREMES = range(-1, -5, -1)
 
-SAMPLE_RUN, SAMPLE_RUNS = 64, 64  # a sample has so many neighbours in each of at most about so many places
+SAMPLE_RUN, SAMPLE_RUNS = 64, 64  # neighbours in each run of a sample, and about how many runs it has at most
 
 
 @register_jitable
@@ -137,7 +149,7 @@ def _try(x, delta, a, b, K, p, order, kind, nothing):
         low, high = at(a, i), at(b, i)
         v = here + K * delta[i]
         v = pick(v < low, low, v)
-        v = to_digits(pick(v > high, high, v), kind)
+        v = to_format_in_range(pick(v > high, high, v), kind)
         total = plus(total, raised(abs(v - here), p, order))
     return total
 
@@ -186,7 +198,7 @@ def _write_corner(x, delta, a, b, out):
 
 
 @step
-def _rarely_swept(what, x, delta, a, b, out, K, p, order, kind):
+def _rare_sweep(what, x, delta, a, b, out, K, p, order, kind):
     """What a sweep finds in a lane, for a finite p and sweeps that few rows need."""
     if what == WIDE_SUMS:
         F, A = _sums(x, delta, a, b, K, p, order, 0.0)
@@ -200,7 +212,7 @@ def _rarely_swept(what, x, delta, a, b, out, K, p, order, kind):
 
 
 @step
-def _maxima_swept(what, x, delta, a, b, out, K, order, kind):
+def _sweep_for_inf(what, x, delta, a, b, out, K, order, kind):
     """What a sweep finds in a lane, for p = inf: maxima."""
     if what == FIRST:
         found, top = _largest(x, delta, a, b, K)  # K is the room that an element needs
@@ -268,7 +280,7 @@ def _sweep_by_sums(F: Any, order: Any, length: Any, kind: Any) -> Any:
             for i in range(0, n, LANE):
                 j = min(i + LANE, n)
                 low, high = cut(lower, i, j), cut(upper, i, j)
-                u, w, y = _rarely_swept(what, x[i:j], delta[i:j], low, high, out[i:j], K, p, order, kind)
+                u, w, y = _rare_sweep(what, x[i:j], delta[i:j], low, high, out[i:j], K, p, order, kind)
                 one, lost = added(one, lost, u)
                 two, three = two + w, max(three, y)
         frame.one, frame.two, frame.three = one + lost, two, three
@@ -289,7 +301,7 @@ def _sweep_by_maxima(F: Any, order: Any, length: Any, kind: Any) -> Any:
         for i in range(0, n, LANE):
             j = min(i + LANE, n)
             low, high = cut(lower, i, j), cut(upper, i, j)
-            u, w, y = _maxima_swept(what, x[i:j], delta[i:j], low, high, out[i:j], F(K), order, kind)
+            u, w, y = _sweep_for_inf(what, x[i:j], delta[i:j], low, high, out[i:j], F(K), order, kind)
             # Not by max(): NaN stays NaN.
             one = u if u > one or u != u else one
             two = w if w > two or w != w else two
