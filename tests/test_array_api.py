@@ -82,6 +82,17 @@ def test_two_devices():
         np.testing.assert_array_equal(np.asarray(ca.perturb(x, delta, eps)), np.asarray(ca.perturb(x, delta, 0.3)))
 
 
+def test_at_most_never_exceeds_eps_without_float64():
+    """Where float32 is the widest dtype, the margin must be one that float32 can tell."""
+    device = xp.Device("no_float64")
+    x, delta = np.repeat(X[:1], 300, axis=0).astype("float32"), np.repeat(D[:1], 300, axis=0).astype("float32")
+    eps = np.linspace(0.5, 1.5, 300).astype("float32")
+    v = back(ca.perturb(*on(device, x, delta, dtype="float32"), eps, mode="at_most"))
+    norms = norm64(v.astype(float), x.astype(float), 2)
+    assert (norms <= eps).all()
+    assert (norms >= eps * (1 - 2e-6)).all()
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("p", [1, math.inf, *in_test_all(2, 2.5)])
 def test_unchecked_values_make_their_own_row_nan(p, compiled, monkeypatch):

@@ -125,7 +125,11 @@ class Rows:
         With `at_most` the norm stays below eps by a margin, and rows that are `held` are left alone if it does.
         """
         be = self.be
-        aim = be.where(searched, self.eps, 1.0) * (1 - SLACK if at_most else 1.0)
+        aim = be.where(searched, self.eps, 1.0)
+        if at_most:
+            # On a device without float64, the first of these margins would be rounded away.
+            less = aim * (1 - SLACK)
+            aim = be.where(less < aim, less, aim * (1 - 4 * SINGLE.ulp))
         low, high, best = K * 0, K * 0 + math.inf, K
         below, above, gap = K * 0 - 1, K * 0 + math.inf, K * 0 + math.inf
         kept, stride, done = None, 1.0, ~searched
