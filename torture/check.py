@@ -134,7 +134,7 @@ class Checker:
         may_be_nan = (
             (~self.within & (t.eps > 0)) if batch.mode != "at_most" and batch.unreachable == "nan" else t.zero & False
         )
-        must_be_nan = (self.beyond | (t.zero & (t.eps > 0))) & may_be_nan
+        must_be_nan = (self.beyond | (t.zero & (t.eps > 0))) & may_be_nan & ~self.small
         out.expect(~missing | may_be_nan, "nan", "perturb returned NaN", eps=t.eps, reach=t.reach)
         out.expect(
             missing | ~must_be_nan | (batch.n == 0), "nan", "perturb did not return NaN", eps=t.eps, reach=t.reach
@@ -272,7 +272,8 @@ class Checker:
         lost = np.isnan(eta)
         may = (~self.within & (t.eps > 0)) if mode != "at_most" and self.batch.unreachable == "nan" else t.zero & False
         out.expect(~lost | may, "eta", "rescale returned NaN", eps=t.eps, reach=t.reach)
-        out.expect(lost | ~(may & (self.beyond | t.zero)), "eta", "rescale did not return NaN", eta=eta)
+        must = may & (self.beyond | t.zero) & ~self.small
+        out.expect(lost | ~must, "eta", "rescale did not return NaN", eta=eta)
         done = lost
         out.expect(done | (eta >= 0), "eta", "rescale returned a negative scale", eta=eta)
         out.expect(done | ~self.still | (eta == 0), "eta", "nothing was to move, and eta is not 0", eta=eta)
