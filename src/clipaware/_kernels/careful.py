@@ -316,10 +316,10 @@ def solve_row(row, eps, rules):
         set_units(row, down, unit, -unit)
     if mode == REACH:
         return REGULAR, math.ldexp(norm_at(row, CAREFUL_UNROUNDED, np.inf, p)[0], -unit)
-    mean = math.sqrt(squares / row.n)
-    mean = math.ldexp(mean if 0 < mean < np.inf else top, down)
+    rms = math.sqrt(squares / row.n)
+    rms = math.ldexp(rms if 0 < rms < np.inf else top, down)
     goal, slack = math.ldexp(eps, unit), (2 if p == np.inf else 8) * ulp
-    K, grows, unreachable = root(row, goal / mean / row.n ** (1 / p), goal, slack, close, rules)
+    K, grows, unreachable = root(row, goal / rms / row.n ** (1 / p), goal, slack, close, rules)
     one = math.ldexp(1.0, unit - down)  # the K of delta as it came
     held = (mode == AT_LEAST and K < one and not unreachable) or (
         mode == AT_MOST and (K > one or (unreachable and K >= one))
