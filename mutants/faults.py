@@ -758,8 +758,8 @@ FAULTS = [
     Fault(
         "the upper bound is not kept",
         "_kernels/sweeps.py",
-        "to_format(pick(v > high, high, v), kind)",
-        "to_format(v, kind)",
+        "to_format(clamped(here + K * delta[i], at(a, i), at(b, i)), kind)",
+        "to_format(clamped(here + K * delta[i], at(a, i), here + K * delta[i]), kind)",
         compiled("values", "mpmath and [numpy-2]"),
     ),
     Fault(
@@ -836,8 +836,8 @@ FAULTS = [
     Fault(
         "by blocks, x outside its bounds stays there",
         "_kernels/careful.py",
-        "        inside = pick(inside > high, high, inside)\n",
-        "",
+        "        inside = clamped(here, low, high)\n",
+        "        inside = pick(here < low, low, here)\n",
         "tests/test_kernels.py -k 'is_converted and 32'",
     ),
     Fault(
@@ -1154,7 +1154,7 @@ FAULTS = [
     Fault(
         "a room beyond the bound behind counts",
         "_kernels/backward.py",
-        "    inside = pick(x < low, low, x)\n    inside = pick(inside > high, high, inside)\n",
+        "    inside = clamped(x, low, high)\n",
         "    inside = pick(x < low, x, x)\n",
         "tests/test_torture.py -k 'test_corpus and numpy and gradient_outside'",
     ),

@@ -15,6 +15,7 @@ from clipaware._kernels.loops import (
     LANE,
     at,
     bits_of,
+    clamped,
     cut,
     entry,
     float_of,
@@ -95,8 +96,7 @@ def _set_and_weight(towards, size, s, part, p, order, like):
 def _room(x, towards, a, b, i):
     """The room of an element, from where it is inside its bounds: rounding may have left x beside them."""
     low, high = at(a, i), at(b, i)
-    inside = pick(x < low, low, x)
-    inside = pick(inside > high, high, inside)
+    inside = clamped(x, low, high)
     return pick(towards > 0, high - inside, inside - low)
 
 

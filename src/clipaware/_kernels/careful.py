@@ -27,6 +27,7 @@ from clipaware._kernels.loops import (
     address_of,
     at,
     bits_of,
+    clamped,
     compiled_for_c,
     entry,
     float_of,
@@ -74,8 +75,7 @@ def _prepare(x, delta, lower, upper, down, unit, ahead, room):
     (down, more_down), (unit, more_unit) = down, unit
     for i in range(x.size):
         here, towards, low, high = x[i], delta[i] * down * more_down, at(lower, i), at(upper, i)
-        inside = pick(here < low, low, here)
-        inside = pick(inside > high, high, inside)
+        inside = clamped(here, low, high)
         inside = pick((here - here == 0) & (low <= high), inside, np.nan)
         bound = pick(towards > 0, high, pick(towards < 0, low, inside))
         x[i], ahead[i], delta[i] = inside, bound, towards

@@ -79,6 +79,13 @@ def pick(typing, condition, yes, no):
     return yes(types.boolean, yes, yes), generate
 
 
+@loop
+def clamped(v, low, high):
+    """v inside its bounds; NaN stays NaN."""
+    v = pick(v < low, low, v)
+    return pick(v > high, high, v)
+
+
 @intrinsic
 def plus(typing, total, z):
     """total + z in the type of the total, in any order with its other terms: what lets LLVM vectorise a sum."""

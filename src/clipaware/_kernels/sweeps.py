@@ -21,6 +21,7 @@ from clipaware._kernels.loops import (
     WIDE_LANE,
     at,
     bits_of,
+    clamped,
     compiled_for_c,
     cut,
     float_of,
@@ -79,8 +80,7 @@ def _sums(x, delta, a, b, K, p, order, nothing):
     for i in range(x.size):
         here, move = x[i], K * delta[i]
         low, high = at(a, i) - here, at(b, i) - here
-        z = pick(move < low, low, move)
-        z = pick(z > high, high, z)
+        z = clamped(move, low, high)
         size = type_of(none)(raised(abs(z), p, order))
         F = plus(F, size)
         A = plus(A, pick(z == move, size, none))
@@ -96,8 +96,7 @@ def _sums_and_squares(x, delta, a, b, K, p, order, nothing):
     for i in range(x.size):
         here, towards = x[i], delta[i]
         move, low, high = K * towards, at(a, i) - here, at(b, i) - here
-        z = pick(move < low, low, move)
-        z = pick(z > high, high, z)
+        z = clamped(move, low, high)
         size = type_of(none)(raised(abs(z), p, order))
         F = plus(F, size)
         A = plus(A, pick(z == move, size, none))
@@ -131,10 +130,7 @@ def _write(x, delta, a, b, out, K, p, order, kind):
     total = 0.0
     for i in range(x.size):
         here = x[i]
-        low, high = at(a, i), at(b, i)
-        v = here + K * delta[i]
-        v = pick(v < low, low, v)
-        v = to_format(pick(v > high, high, v), kind)
+        v = to_format(clamped(here + K * delta[i], at(a, i), at(b, i)), kind)
         out[i] = v
         total = plus(total, raised(abs(v - here), p, order))
     return total
@@ -146,10 +142,7 @@ def _try(x, delta, a, b, K, p, order, kind, nothing):
     total = nothing
     for i in range(x.size):
         here = x[i]
-        low, high = at(a, i), at(b, i)
-        v = here + K * delta[i]
-        v = pick(v < low, low, v)
-        v = to_format_in_range(pick(v > high, high, v), kind)
+        v = to_format_in_range(clamped(here + K * delta[i], at(a, i), at(b, i)), kind)
         total = plus(total, raised(abs(v - here), p, order))
     return total
 
